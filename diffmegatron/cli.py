@@ -107,6 +107,7 @@ def plan(
     train a shrunk model for two steps on CPU ranks instead.
     """
     from diffmegatron import plan as planning
+    from diffmegatron.attention.kinds.dex import assumptions
     from diffmegatron.config.load import load_stages
 
     if rehearse and (as_json or search is not None):
@@ -115,9 +116,9 @@ def plan(
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
     stages = load_stages(config, overrides or [], allow_missing_files=True)
     # Standard output may be JSON, so print assumptions about missing files to standard error.
-    for sentence in dict.fromkeys(stage.model.attention.assumption for stage in stages):
-        if sentence is not None:
-            print(f"assumed: {sentence}", file=sys.stderr)
+    kinds = [kind for stage in stages for kind in stage.model.attention.kinds]
+    for sentence in dict.fromkeys(assumptions(kinds)):
+        print(f"assumed: {sentence}", file=sys.stderr)
     if rehearse:
         from diffmegatron.plan.rehearse import rehearse as rehearse_stages
 

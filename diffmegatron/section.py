@@ -83,6 +83,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+FREE = "free"
+"""Mark of a key that may differ in a run that starts from the weights of another run."""
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 """Size of a tensor's dimension, or number of objects such as layers."""
 SizeOrZero = Annotated[int, Field(ge=0, le=MAX_SIZE)]

@@ -3,7 +3,9 @@
 from typing import Literal
 
 from diffmegatron.attention.kernels.registry import (
+    BACKENDS,
     LIBRARIES,
+    OPS,
     Call,
     choose_backend,
     needed_features,
@@ -19,7 +21,7 @@ PLANNED_LIBRARIES = frozenset({"triton"})
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def attention_call(recipe: RecipeSections, attention: AttentionKind, device_type: str) -> Call:
+def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str) -> Call:
     """Return the properties of a layer's attention call; ``device_type`` is "cuda" or "cpu"."""
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
@@ -27,34 +29,37 @@ def attention_call(recipe: RecipeSections, attention: AttentionKind, device_type
         communication=context_communication(recipe),
     )
     dtype = _DTYPES[recipe.training.precision]
-    return Call(attention.operation, device_type, dtype, attention.head_dim, needs)
+    return Call(kind.operation, device_type, dtype, kind.head_dim, needs)
 
 
 def layer_backend(
-    recipe: RecipeSections, attention: AttentionKind, device_type: str, libraries: frozenset[str]
+    recipe: RecipeSections, kind: AttentionKind, device_type: str, libraries: frozenset[str]
 ) -> tuple[str, str]:
     """Return the name of the backend of a layer's attention, and the reason for the choice.
 
-    ``libraries`` are the usable optional libraries. An impossible choice raises UserError.
+    ``libraries`` are the usable optional libraries.
+
+    Raises:
+        UserError: ``training.attention_backend`` is not a backend of the kind's operation, or it
+            cannot run with this recipe on this device with these libraries.
     """
-    call = attention_call(recipe, attention, device_type)
+    setting, known = recipe.training.attention_backend, BACKENDS[kind.operation]
+    if setting != "auto" and setting not in known:
+        raise UserError(
+            f"training.attention_backend {setting!r} does not compute {OPS[kind.operation]}, which "
+            f"the layers of kind {kind.kind!r} need; choose auto or {', '.join(known)}"
+        )
     try:
-        return choose_backend(_setting(recipe, attention), call, libraries)
+        return choose_backend(setting, attention_call(recipe, kind, device_type), libraries)
     except ValueError as error:
         raise UserError(f"training.attention_{error}") from None
 
 
 def planned_backend(
-    recipe: RecipeSections, attention: AttentionKind, device: Literal["gpu", "cpu"] = "gpu"
+    recipe: RecipeSections, kind: AttentionKind, device: Literal["gpu", "cpu"] = "gpu"
 ) -> str:
     """Return the name of the backend for which a layer's memory and time are estimated."""
-    is_auto = _setting(recipe, attention) == "auto"
+    is_auto = recipe.training.attention_backend == "auto"
     libraries = PLANNED_LIBRARIES if is_auto else frozenset(LIBRARIES)
     device_type = "cpu" if device == "cpu" else "cuda"
-    return layer_backend(recipe, attention, device_type, libraries)[0]
-
-
-def _setting(recipe: RecipeSections, attention: AttentionKind) -> str:
-    # The setting applies only to attention with the operation "differential".
-    has_two_maps = attention.operation == "differential"
-    return recipe.training.attention_backend if has_two_maps else "auto"
+    return layer_backend(recipe, kind, device_type, libraries)[0]

@@ -132,12 +132,11 @@ def _check_context(recipe: RecipeSections) -> None:
 
 def _check_ring(recipe: RecipeSections) -> None:
     backend = recipe.training.attention_backend
-    kinds = recipe.model.attention.by_kind(recipe.model.num_layers)
+    operations = {kind.operation for kind in recipe.model.attention.kinds}
     if (
-        any(kind.operation == "differential" for kind, _ in kinds)
-        and recipe.parallel.context > 1
+        recipe.parallel.context > 1
         and context_communication(recipe) == "ring"
-        and backend in whole_sequence_backends("differential")
+        and any(backend in whole_sequence_backends(each) for each in operations)
     ):
         raise ValueError(
             f"training.attention_backend {backend!r} needs whole sequences, and "

@@ -9,13 +9,14 @@ directory.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from diffmegatron.attention.kinds import KINDS, AttentionKind
+from diffmegatron.attention.kinds import KINDS, LayerKinds
+from diffmegatron.attention.kinds.selected_heads import MAY_BE_MISSING
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_from, read_stages
 from diffmegatron.errors import UserError
@@ -56,7 +57,8 @@ def load_recipe(
     values, origins = _Files().read(Path(path))
     if "stages" in values:
         raise UserError(f"{name} has stages; read it with load_stages")
-    return _validate(*_overridden(values, origins, overrides, allow_missing_files), name)
+    reading = {MAY_BE_MISSING: allow_missing_files}
+    return _validate(*_overridden(values, origins, overrides), name, reading=reading)
 
 
 def load_stages(
@@ -79,13 +81,14 @@ def load_stages(
     Raises:
         UserError: a recipe is wrong, or a stage cannot start from its ``start_from``.
     """
+    reading = {MAY_BE_MISSING: allow_missing_files}
     file = format_path(Path(path))
     values, origins = _Files().read(Path(path))
     shared = {key: value for key, value in values.items() if key != "stages"}
     if shared == values:
         if first := next((each for each in overrides if each.startswith(STAGES)), None):
             raise UserError(f"override {shorten(first)!r} changes a stage; {file} has no stages")
-        return (_validate(*_overridden(values, origins, overrides, allow_missing_files), file),)
+        return (_validate(*_overridden(values, origins, overrides), file, reading=reading),)
     stages = read_stages(values["stages"], file)
     own_overrides = by_stage(overrides, stages, file)
     recipes: dict[str, Recipe] = {}
@@ -93,9 +96,10 @@ def load_stages(
         origin = f"{file}, stage {name!r}"
         own = origins | dict.fromkeys(_dotted_keys(stage.changes), origin)
         changed = _merged(shared, stage.changes)
-        changed, own = _overridden(changed, own, own_overrides[name], allow_missing_files)
+        changed, own = _overridden(changed, own, own_overrides[name])
         before = None if stage.start_from is None else recipes[stage.start_from]
-        recipe = _validate(_with_stage_paths(changed, name, before), own, file, origin)
+        changed = _with_stage_paths(changed, name, before)
+        recipe = _validate(changed, own, file, origin, reading=reading)
         if before is not None:
             check_can_start_from(before, before.run_dir, recipe, origin)
         recipes[name] = recipe
@@ -140,7 +144,8 @@ def _without_removed_keys(values: Values, prefix: str = "") -> Values:
 
 def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a recipe from values that are not in a file; error messages call them ``name``."""
-    return _validate(*_overridden(values, {}, overrides), name)
+    values, origins = _overridden(values, {}, overrides)
+    return _validate(values, origins, name, reading={MAY_BE_MISSING: False})
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -250,9 +255,9 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 
 
 def _overridden(
-    values: Values, origins: Origins, overrides: Sequence[str], allow_missing_files: bool = False
+    values: Values, origins: Origins, overrides: Sequence[str]
 ) -> tuple[Values, Origins]:
-    """Apply overrides, import user code, and read the files that ``model.attention`` names."""
+    """Apply overrides, and import the user code that the recipe names."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -266,22 +271,7 @@ def _overridden(
             nested = {part: nested}
         values = _merged(values, nested)
         origins = origins | dict.fromkeys(_dotted_keys(nested), COMMAND_LINE)
-    return _with_files(import_recipe_code(values), allow_missing_files), origins
-
-
-def _with_files(values: Values, allow_missing_files: bool) -> Values:
-    """Replace names of files in ``model.attention`` by the content of the files."""
-    model = values.get("model")
-    attention = model.get("attention") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(attention, dict):
-        return values
-    kind = attention.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS:
-        return values
-    # model.baseline replaces this attention by softmax attention, which needs no files.
-    may_be_missing = allow_missing_files or model.get("baseline") is True
-    read = KINDS[kind].with_files(attention, may_be_missing=may_be_missing)
-    return _merged(values, {"model": {"attention": dict(read)}})
+    return import_recipe_code(values), origins
 
 
 def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
@@ -293,9 +283,17 @@ def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Value
     return values
 
 
-def _validate(values: Values, origins: Origins, path: str, stage: str = "") -> Recipe:
+def _validate(
+    values: Values,
+    origins: Origins,
+    path: str,
+    stage: str = "",
+    *,
+    reading: Mapping[str, bool] | None = None,
+) -> Recipe:
+    """Return the recipe; ``reading`` is the validation context with which kinds read files."""
     try:
-        return Recipe.model_validate(values)
+        return Recipe.model_validate(values, context=reading)
     except ValidationError as error:
         sentence = _sentence(first_error(error), values, origins, path)
         if stage and not sentence.startswith(stage):
@@ -347,14 +345,14 @@ def _known_keys(location: tuple[str | int, ...], values: dict[str, Any]) -> set[
         fields = (each.model_fields for each in sections)
         inner = [_section_type(each[part].annotation) for each in fields if part in each]
         sections = [each for each in inner if each is not None]
-        if AttentionKind in sections:
+        if LayerKinds in sections:
             sections = [KINDS[kind] for kind in _kinds(values)]
     return {key for each in sections for key in each.model_fields}
 
 
 def _every_key(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a recipe; those of ``model.attention`` are the keys of all kinds."""
-    sections = [*KINDS.values()] if section is AttentionKind else [section]
+    sections = [*KINDS.values()] if section is LayerKinds else [section]
     fields = {name: field for each in sections for name, field in each.model_fields.items()}
     for name, field in fields.items():
         yield f"{prefix}{name}"

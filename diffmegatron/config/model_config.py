@@ -6,13 +6,13 @@ from typing import Annotated, Literal, Self
 from pydantic import (
     Field,
     PrivateAttr,
-    SerializeAsAny,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from diffmegatron.attention.kinds import AttentionKind, read_kind
+from diffmegatron.attention.kinds import LayerKinds
+from diffmegatron.attention.kinds.selected_heads import MAY_BE_MISSING
 from diffmegatron.section import Section, Size, SizeOrZero
 
 
@@ -190,7 +190,7 @@ class ModelConfig(Section):
     """Sizes, attention and initial weights of the network.
 
     ``attention`` is the section of one kind of attention, or a list of such sections with the
-    layers of each (:mod:`diffmegatron.attention.kinds.pattern`). ``baseline`` replaces
+    layers of each (:mod:`diffmegatron.attention.kinds.layer_kinds`). ``baseline`` replaces
     ``attention`` by the Transformer's attention of the same width.
     """
 
@@ -199,7 +199,7 @@ class ModelConfig(Section):
     baseline: bool = Field(
         default=False, exclude=True, description="replace attention by the Transformer's"
     )
-    attention: SerializeAsAny[AttentionKind]
+    attention: LayerKinds
     ffn_hidden_size: Size = Field(description="channels between the two matrices of SwiGLU")
     vocab_size: Size = Field(
         description="rows of the embedding with padding; a multiple of parallel.tensor"
@@ -223,23 +223,24 @@ class ModelConfig(Section):
         default=None, description="low-rank updates of frozen matrices; null: none"
     )
     initialization: Initialization = Initialization()
-    _replaced: AttentionKind | None = PrivateAttr(default=None)
+    _replaced: LayerKinds | None = PrivateAttr(default=None)
 
     @field_validator("attention", mode="before")
     @classmethod
-    def _of_its_kind(cls, section: object) -> AttentionKind:
-        return read_kind(section)
+    def _of_its_kinds(cls, section: object, info: ValidationInfo) -> LayerKinds:
+        context = info.context
+        if context is not None and info.data.get("baseline"):
+            # The baseline replaces this attention by softmax attention, which needs no files.
+            context = {**context, MAY_BE_MISSING: True}
+        return LayerKinds.read(section, context)
 
     @field_validator("attention", mode="after")
     @classmethod
-    def _sized(cls, attention: AttentionKind, others: ValidationInfo) -> AttentionKind:
+    def _sized(cls, attention: LayerKinds, others: ValidationInfo) -> LayerKinds:
         """Fill in sizes that follow from other keys, so that the saved recipe contains them."""
-        if "hidden_size" not in others.data or "baseline" not in others.data:
+        if not {"num_layers", "hidden_size", "baseline"} <= others.data.keys():
             return attention
-        sized = attention.sized(others.data["hidden_size"])
-        if "num_layers" in others.data:
-            sized.check_layers(others.data["num_layers"])
-        return sized
+        return attention.sized(others.data["hidden_size"], others.data["num_layers"])
 
     @model_validator(mode="after")
     def _with_baseline(self) -> Self:
@@ -269,7 +270,7 @@ class ModelConfig(Section):
         return self
 
     @property
-    def replaced(self) -> AttentionKind | None:
+    def replaced(self) -> LayerKinds | None:
         """Attention that ``baseline`` has replaced; None without ``baseline``."""
         return self._replaced
 

@@ -7,7 +7,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.attention.kinds import AttentionKind
+from diffmegatron.attention.kinds import LayerKinds
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -134,12 +134,12 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
 
     - add LoRA,
     - change the keys in ``_FREE`` and the ``free_keys`` of its attention,
-    - have a kind of attention whose ``foundation()`` has the kind of ``before``.
+    - have a kind of attention whose ``foundation`` has the kind of ``before``.
     """
     attention = now.model.attention
-    foundation = attention.foundation()
-    if foundation is not None and foundation.kind == before.model.attention.kind:
-        attention = foundation
+    foundation = attention.foundation
+    if foundation is not None and foundation.kind.kind == before.model.attention.kind:
+        attention = LayerKinds(kinds=(foundation.kind,))
     was, is_now = (
         model_keys(recipe.model, of) | {"data.tokenizer": recipe.data.tokenizer}
         for recipe, of in ((before, before.model.attention), (now, attention))
@@ -185,7 +185,7 @@ def rotary_changes(before: Recipe, now: Recipe) -> list[str]:
     return [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
 
 
-def model_keys(model: ModelConfig, attention: AttentionKind) -> dict[str, Any]:
+def model_keys(model: ModelConfig, attention: LayerKinds) -> dict[str, Any]:
     """Return the settings of a network by dotted key, such as ``model.num_layers``.
 
     The settings of ``attention`` replace those of ``model.attention``.

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diffmegatron.attention.kinds.kind import AttentionKind, overlap
+from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.layer_kinds import overlap
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 

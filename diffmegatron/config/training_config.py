@@ -5,14 +5,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
 from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size, SizeOrZero
 
 
 def _check_backend(name: str) -> str:
-    if name != "auto" and name not in DIFFERENTIAL:
+    names = dict.fromkeys([*DIFFERENTIAL, *SOFTMAX])
+    if name != "auto" and name not in names:
         raise PydanticCustomError(
-            "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(DIFFERENTIAL)}
+            "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(names)}
         )
     return name
 
@@ -73,7 +74,8 @@ class TrainingConfig(Section):
         default="bf16", description="dtype of weights in the network; master weights are float32"
     )
     attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
-        default="auto", description="kernel of differential attention; doctor lists those that run"
+        default="auto",
+        description="kernel of attention; doctor lists those that run",
     )
     loss_chunk: Size | None = Field(
         default=None, description="tokens whose logits are in memory at once; null: all"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.head_maps import HeadMaps, maps_of
 from diffmegatron.evaluation.model import Model
 
 BLOCK_BYTES = 1 << 25
@@ -68,7 +68,7 @@ class LayerAttention:
     module: nn.Module
     hidden: Tensor
     call: CapturedCall
-    kind: AttentionKind
+    head_maps: HeadMaps
 
     @property
     def rows(self) -> int:
@@ -87,13 +87,13 @@ class LayerAttention:
         """Return the maps of rows ``first`` to ``end - 1``, float32 [heads, end - first, end].
 
         A map is the softmax of a head's logits. In differential attention, it is the difference of
-        softmax maps that :meth:`AttentionKind.subtracted_maps` computes.
+        softmax maps that :meth:`HeadMaps.subtracted` computes.
         """
         return self.subtracted(self.logits(first, end).softmax(-1), first, end)
 
     def subtracted(self, softmax: Tensor, first: int, end: int) -> Tensor:
         """Return :meth:`maps`; ``softmax`` is the softmax of :meth:`logits` for the same rows."""
-        return self.kind.subtracted_maps(self.module, softmax, self.hidden[first:end])
+        return self.head_maps.subtracted(self.module, softmax, self.hidden[first:end])
 
 
 def _captured(module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> CapturedCall:
@@ -121,7 +121,8 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
     Every forward pass must have a single text and no key-value cache.
     """
-    kind, calls = model.target.attention, list[CapturedCall]()
+    target, calls = model.target, list[CapturedCall]()
+    attention_kinds = target.attention
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -134,7 +135,8 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
         hidden = options["hidden_states"] if "hidden_states" in options else args[0]
-        layer = LayerAttention(number, module, hidden[0], calls[0], kind.of_layer(number))
+        maps = maps_of(target.config, attention_kinds, number)
+        layer = LayerAttention(number, module, hidden[0], calls[0], maps)
         calls.clear()
         watch(layer)
 

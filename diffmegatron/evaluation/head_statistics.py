@@ -88,7 +88,7 @@ def _measured(
         one, other = torch.triu_indices(len(maps), len(maps), 1, device=maps.device)
         together = torch.einsum("hrk,grk->hgr", tops, tops)[one, other]
         yield f"{TOP}, {HEADS}", together[:, block.skipped :] / block.counts[block.skipped :]
-    if pairs := layer.kind.map_pairs:
+    if pairs := layer.head_maps.pairs:
         signal, noise = (softmax[[pair[side] for pair in pairs]] for side in (0, 1))
         yield FIRST_ENTROPY, _entropy(signal)
         yield SECOND_ENTROPY, _entropy(noise)

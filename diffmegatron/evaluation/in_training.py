@@ -27,6 +27,7 @@ from diffmegatron.evaluation.suite import Item, Suite
 from diffmegatron.evaluation.suites import MAX_DEFAULT_CONTEXT, SUITES
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import shorten
+from diffmegatron.hf.configuration import hugging_face_class
 from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
@@ -128,10 +129,8 @@ class _RunTarget(Target):
 
 def _target(recipe: Recipe) -> _RunTarget:
     original, bos_token_id = find_original(recipe), None
-    if original is not None:
-        described = recipe.model.attention.hugging_face(recipe.model.hidden_size)
-        if original.can_compute(described):
-            bos_token_id = original.config.bos_token_id
+    if original is not None and original.can_compute(hugging_face_class(recipe.model)):
+        bos_token_id = original.config.bos_token_id
     path = Path(recipe.run_dir)
     length = recipe.training.seq_length
     return _RunTarget(path.name, path, path, path, recipe.data.tokenizer, bos_token_id, length)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import CONFIG_NAME, PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from diffmegatron.attention.kinds import AttentionKind, model_types, of_model_type
+from diffmegatron.attention.kinds import LayerKinds
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
@@ -21,6 +21,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_bytes, shorten
 from diffmegatron.hf.configuration import load_config
 from diffmegatron.hf.export_checkpoint import export_checkpoint
+from diffmegatron.hf.kinds import model_types, read_attention
 from diffmegatron.hf.pretrained_files import read_weight_index
 from diffmegatron.hf.tokenizer import SAMPLE, TOKENIZER_FILES
 from diffmegatron.section import MAX_SIZE
@@ -101,21 +102,19 @@ class Target:
                 "evaluate the model with the tokenizer that it was trained with"
             )
 
-    @property
-    def attention(self) -> AttentionKind:
-        """Kind of attention of the model; access raises a UserError if the kind is unknown."""
-        model_type = self.config.model_type
-        kind = of_model_type(model_type)
-        if kind is None:
+    @cached_property
+    def attention(self) -> LayerKinds:
+        """Attention of the model; access raises a UserError if it is unknown."""
+        model_type, known = self.config.model_type, model_types()
+        if model_type not in known:
             raise UserError(
                 f"{format_path(self.path)} has model_type {shorten(repr(model_type))}, whose "
-                "attention is unknown; suites that read attention support "
-                f"{', '.join(model_types())}"
+                f"attention is unknown; suites that read attention support {', '.join(known)}"
             )
         try:
-            return kind.from_hugging_face(self.config.to_dict())
+            return read_attention(self.config.to_dict())
         except ValidationError as error:
-            problem = describe(first_error(error), kind.model_fields)
+            problem = describe(first_error(error), ())
         except (KeyError, TypeError, ArithmeticError) as error:
             problem = shorten(str(error))
         raise UserError(

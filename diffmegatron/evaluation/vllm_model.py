@@ -6,13 +6,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from diffmegatron.attention.kinds import of_model_type
 from diffmegatron.errors import UserError
+from diffmegatron.evaluation.head_maps import maps_of
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Answer, Generation, Request
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
+from diffmegatron.hf.kinds import model_types
 
 
 class VllmModel(Model):
@@ -83,9 +84,10 @@ def check_served(
             )
     for target in targets:
         # Refuse only kinds of attention that subtract attention maps; vLLM may support all others.
-        has_variant = of_model_type(target.config.model_type) is not None
-        layers = target.config.num_hidden_layers
-        if has_variant and any(kind.map_pairs for kind, _ in target.attention.by_kind(layers)):
+        config = target.config
+        layers = range(config.num_hidden_layers)
+        is_known = config.model_type in model_types()
+        if is_known and any(maps_of(config, target.attention, layer).pairs for layer in layers):
             raise UserError(
                 f"{format_path(target.path)} has model_type {target.config.model_type!r}, which "
                 "vLLM does not support; give --engine transformers"

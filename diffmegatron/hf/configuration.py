@@ -9,12 +9,11 @@ import torch
 from pydantic import ValidationError
 from transformers import CONFIG_NAME, AutoConfig, PretrainedConfig
 
-from diffmegatron.attention.kinds import model_types, of_model_type
-from diffmegatron.attention.kinds.hugging_face import HuggingFace
 from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
+from diffmegatron.hf.kinds import HuggingFace, NetworkExport, model_types, read_attention
 from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformers_4
 from diffmegatron.section import MAX_SIZE
@@ -101,10 +100,7 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network."""
-    # For a kind that cannot be exported, hugging_face() could raise a misleading error.
-    for kind, _ in model.attention.by_kind(model.num_layers):
-        kind.check_export()
-    return model.attention.hugging_face(model.hidden_size)
+    return NetworkExport(model.attention, model.hidden_size).hugging_face()
 
 
 def network_keys(model: ModelConfig) -> dict[str, Any]:
@@ -263,12 +259,10 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     """
     values = config.to_dict()
     model_type, rope = values["model_type"], values["rope_parameters"]
-    kind = of_model_type(model_type)
-    assert kind is not None
     try:
-        attention = kind.from_hugging_face(values)
+        attention = read_attention(values)
     except ValidationError as error:
-        problem = describe(first_error(error), kind.model_fields)
+        problem = describe(first_error(error), ())
         raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
     return {
         "num_layers": values["num_hidden_layers"],

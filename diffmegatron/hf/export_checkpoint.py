@@ -62,12 +62,10 @@ def export_checkpoint(
         ids = sample(tokenizer) if tokens is None else tokens
         difference = verify_export(written, ids, training_logits(checkpoint, ids))
         if not difference.relative <= tolerance:
-            kind, inherited = recipe.model.attention.kind, recipe.model.attention.inherited_export
-            cause = f"; kind {kind!r} inherits {inherited}'s export, which computes {inherited!r}"
             raise UserError(
                 f"the exported logits differ from the training network's by "
                 f"{difference.relative:.1e} relative, more than {tolerance:g}; "
-                f"{out} was not written{cause if inherited else ''}"
+                f"{out} was not written"
             )
         reason = SUMMATION
         if rounded in _NAMES:

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import CONFIG_NAME, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from diffmegatron.attention.kinds.hugging_face import HuggingFace, WeightRule
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, file_size, format_path, read_json, shorten
 from diffmegatron.hf.configuration import changed_keys, read_config, write_config
+from diffmegatron.hf.kinds import HuggingFace, WeightRule
 from diffmegatron.hf.tokenizer import copy_tokenizer
 
 DTYPES_NAME = "dtypes.json"

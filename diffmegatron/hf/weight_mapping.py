@@ -9,33 +9,25 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.kinds.hugging_face import Rearrange, Shapes, WeightRule, same
-from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
-from diffmegatron.hf.configuration import hugging_face_class
+from diffmegatron.hf.kinds import NetworkExport
+from diffmegatron.hf.kinds.weight_rules import Rearrange, Shapes, WeightRule, same
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     """Return the rules that convert all weights of a model after ``step`` training steps."""
-    hugging_face_class(model)
+    export = NetworkExport(model.attention, model.hidden_size)
+    export.hugging_face()  # Raises an error if the settings of a kind have no class.
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]
     for layer in range(model.num_layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        attention = model.attention.layer_rules(
-            f"{ours}.self_attention",
-            f"{theirs}.self_attn",
-            model.hidden_size,
-            layer=layer + 1,
-            step=step,
+        rules += export.rules(
+            f"{ours}.self_attention", f"{theirs}.self_attn", layer=layer + 1, step=step
         )
-        _check_own_parameters(
-            model.attention.of_layer(layer), model.hidden_size, attention, f"{ours}.self_attention"
-        )
-        rules += attention
         rules += _mlp(model, f"{ours}.mlp", f"{theirs}.mlp")
         rules += [
             _same(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", norm),
@@ -45,21 +37,6 @@ def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     if not model.tied_embeddings:
         rules.append(_vocabulary(model, "output_layer", "lm_head"))
     return tuple(rules)
-
-
-def _check_own_parameters(
-    attention: AttentionKind, hidden_size: int, rules: list[WeightRule], ours: str
-) -> None:
-    """Refuse a kind of attention that declares a parameter but no rule for this parameter."""
-    known = {name for rule in rules for name in rule.ours}
-    own = [each.name for each in attention.parameters(hidden_size)]
-    if left_out := [name for name in own if f"{ours}.{name}" not in known]:
-        inherited = attention.inherited_export
-        source = f"inherits {inherited}'s export" if inherited else "has weight_rules"
-        raise UserError(
-            f"kind {attention.kind!r} {source} without its parameter "
-            f"{', '.join(left_out)}; define hugging_face and weight_rules of the kind with it"
-        )
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> WeightRule:

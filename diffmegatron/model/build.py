@@ -34,7 +34,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     The attention layers ignore its numbers of heads and use ``heads`` of their kind of attention.
     """
     model, parallel = recipe.model, recipe.parallel
-    heads = model.attention.heads
+    heads = model.attention.kinds[0].heads
     dtype = DTYPES[recipe.training.precision]
     return TransformerConfig(
         num_layers=model.num_layers,

@@ -1,9 +1,10 @@
-"""Warnings of ``plan``: likely mistakes in attention settings, slow settings, too little memory."""
+"""Warnings of ``plan``: likely mistakes, networks without an export, slow settings, memory."""
 
 from collections.abc import Iterator
 
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
+from diffmegatron.hf.kinds import export_problem
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.model.accounting.memory import StageMemory, peak_memory
 from diffmegatron.model.accounting.parameters import count_parameters
@@ -24,6 +25,7 @@ def warnings(
             count_parameters(recipe.model).without_embeddings,
             recipe.optimizer.lr,
         ),
+        *filter(None, [export_problem(recipe.model.attention, recipe.model.hidden_size)]),
         *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),
         *_memory_warnings(recipe, layout, memory, hardware),

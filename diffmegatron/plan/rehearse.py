@@ -171,11 +171,10 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
     attention = model.attention
     shares = sizes["context"] if context_communication(recipe) == "ulysses" else 1
     kv_heads = tensor * shares
-    per_kv_head = attention.num_heads // attention.num_kv_heads // attention.ratio
-    heads = kv_heads * attention.ratio * min(MAX_RATIO, per_kv_head)
-    hidden = attention.output_width * heads * HEAD_DIM
-    ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)
-    ffn = max(1, round(hidden * ratio / tensor)) * tensor
+    # A multiple of every kind's ratio, so that noise heads can be divided in each of them.
+    multiple = math.lcm(*(kind.ratio for kind in attention.kinds))
+    per_kv_head = attention.num_heads // attention.num_kv_heads // multiple
+    heads = kv_heads * multiple * min(MAX_RATIO, per_kv_head)
     layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * stage_layers
     if layers > MAX_LAYERS:
         raise UserError(
@@ -183,9 +182,13 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
             f"{layers} layers, and a rehearsal builds {MAX_LAYERS} at most; give fewer stages"
         )
     fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    small = attention.resized(layers, fewer)
+    hidden = small.kinds[0].heads.output_channels
+    ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)
+    ffn = max(1, round(hidden * ratio / tensor)) * tensor
     return {
         "num_layers": layers,
-        "attention": attention.resized(layers, fewer).model_dump(mode="json"),
+        "attention": small.model_dump(mode="json"),
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "vocab_size": math.ceil(VOCABULARY / tensor) * tensor,

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
+from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
@@ -116,7 +117,9 @@ def plan_recipe(
     attention = model.attention
     baseline = model.model_copy(update={"attention": attention.baseline()})
     element = BYTES[training.precision]
-    cache = sum(count * kind.kv_cache_bytes(element) for kind, count in counted_kinds(model))
+    cache = sum(
+        count * costs_of(kind).kv_cache_bytes(element) for kind, count in counted_kinds(model)
+    )
     assumed = Assumptions()
     return Plan(
         run_dir=recipe.run_dir,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
@@ -199,7 +200,7 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
         share = count / recipe.model.num_layers
         if BACKENDS[kind.operation][name].computes_hidden_pairs:
             share *= 2
-        once, back = kind.work(name, deterministic=recipe.training.deterministic)
+        once, back = costs_of(kind).work(name, deterministic=recipe.training.deterministic)
         forward, backward = forward + share * once, backward + share * back
     return forward, backward
 
@@ -207,10 +208,10 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
 def _attention_in_words(recipe: Recipe, kind: AttentionKind) -> str:
     name = planned_backend(recipe, kind)
     channels = kind.num_heads * kind.head_dim
-    work = kind.work(name, deterministic=recipe.training.deterministic)
+    work = costs_of(kind).work(name, deterministic=recipe.training.deterministic)
     forward, backward = (f"{each / channels:.3g}d" for each in work)
     reason = ""
-    if recipe.training.attention_backend == "auto" or kind.operation == "softmax":
+    if recipe.training.attention_backend == "auto":
         reason = ", which auto chooses without FlashAttention's libraries"
     hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
     pairs = "pair, hidden ones too," if hidden else "visible pair"

@@ -7,6 +7,7 @@ sends n * (k - 1) / k bytes per rank, and an all-reduce twice as many.
 import math
 from dataclasses import asdict, dataclass
 
+from diffmegatron.attention.kinds.kind import reads_hidden
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING
 from diffmegatron.config.trainable_patterns import is_trained
@@ -159,7 +160,7 @@ def _gates(recipe: Recipe) -> float:
     elements = sum(
         count * (math.prod(each.shape) + each.shape[0] * rows)
         for kind, count in counted_kinds(model)
-        if kind.reads_hidden
+        if reads_hidden(kind)
         for each in kind.parameters(model.hidden_size)
         if each.role == "matrix"
     )

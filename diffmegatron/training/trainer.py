@@ -19,6 +19,7 @@ from diffmegatron.data.index import corpus_manifest
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
+from diffmegatron.hf.kinds import export_problem
 from diffmegatron.optim.schedule import learning_rate
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.deterministic import deterministic_algorithms
@@ -137,6 +138,9 @@ def train(
     hooks = [*builtin_hooks(recipe, evaluators), *hooks]
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
+    problem = export_problem(recipe.model.attention, recipe.model.hidden_size)
+    if problem is not None and launch.rank == 0:
+        print_line(f"warning: {problem}")
     run_dir = Path(recipe.run_dir)
     with suppress(OSError):  # If run_dir is not accessible, run_lock reports it.
         if run_dir.exists() and not run_dir.is_dir():

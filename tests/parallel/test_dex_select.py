@@ -148,8 +148,9 @@ def test_a_run_reads_the_selected_heads(selected, run, corpus):
         run.parent / "tiny.yaml",
         [SOFTMAX, dex, *start, "training.steps=3"],
     )
-    assert [*map(list, recipe.model.attention.selected_heads)] == selected["entropy"]["heads"]
-    assert recipe.model.attention.fingerprint == open_fingerprint(run)
+    (kind,) = recipe.model.attention.kinds
+    assert [*map(list, kind.selected_heads)] == selected["entropy"]["heads"]
+    assert recipe.model.attention.foundation.fingerprint == open_fingerprint(run)
     train(recipe)
 
 

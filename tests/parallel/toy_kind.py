@@ -6,20 +6,8 @@ heads. As a script, this file runs the command ``diffmegatron`` with the new kin
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from diffmegatron.attention.kinds import register
-from diffmegatron.attention.kinds.hugging_face import HuggingFace, WeightRule
-from diffmegatron.attention.kinds.kind import (
-    FLOAT32,
-    AttentionKind,
-    Constant,
-    Context,
-    Kernels,
-    Layer,
-    Parameter,
-)
-from diffmegatron.attention.kinds.layer import Heads
-from diffmegatron.attention.kinds.softmax import Softmax
-from diffmegatron.errors import UserError
+from diffmegatron.attention.kinds import AttentionKind, register
+from diffmegatron.attention.kinds.layer import Constant, Context, Heads, Layer, Parameter, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,23 +23,13 @@ class Gained(AttentionKind):
 
     @property
     def heads(self) -> Heads:
-        return self.baseline().heads
-
-    def baseline(self) -> Softmax:
-        return Softmax(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
-        )
+        queries = self.num_heads // self.num_kv_heads
+        rows: Rows = (("q", queries), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, queries)
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         ones = Constant(1.0)
         return (Parameter("gains", (self.num_heads,), ones, "norm", float32=True, sharded=True),)
-
-    def products(self) -> int:
-        return self.baseline().products()
-
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        projected, core = self.baseline().saved_bytes(kernels)
-        return projected + FLOAT32 * self.heads.output_channels, core
 
     def forward(
         self,
@@ -60,17 +38,9 @@ class Gained(AttentionKind):
         query: "Tensor",
         key: "Tensor",
         value: "Tensor",
-        gate: "Tensor | None",
+        from_hidden: "Tensor | None",
     ) -> "Tensor":
         return context.softmax_attention(query, key, value) * layer.parameter("gains")[:, None]
-
-    def hugging_face(self, hidden_size: int) -> HuggingFace:
-        raise UserError(
-            "model.attention.kind 'gained' cannot be exported: no class of Hugging Face has gains"
-        )
-
-    def weight_rules(self, ours: str, theirs: str, hidden_size: int) -> list[WeightRule]:
-        return []
 
 
 # The kind must be registered before ``main`` reads a recipe, so this import comes last.

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from diffmegatron.attention.kinds import KINDS, AttentionKind
+from diffmegatron.attention.kinds import KINDS, LayerKinds
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from tests.conftest import TINY
@@ -30,7 +30,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def sections(annotation: object) -> list[type[BaseModel]]:
     """Return the section classes of a field; the field ``attention`` has one class per kind."""
-    if annotation is AttentionKind:
+    if annotation is LayerKinds:
         return list(KINDS.values())
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return [annotation] if is_section else []

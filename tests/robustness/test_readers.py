@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 
-from diffmegatron.attention.kinds.dex import Dex
+from diffmegatron.attention.kinds.selected_heads import read_selected
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST
 from diffmegatron.config.load import check_recipe, load_stages
@@ -78,7 +78,7 @@ def heads(folder: Path) -> tuple[Path, Read]:
     path = folder / "heads.yaml"
     model = "model: {num_layers: 2, num_heads: 4, fingerprint: 0f1e2d}\n"
     path.write_text(model + "method: entropy\nshare: 0.5\nheads: [[0, 3], [1, 2]]\n")
-    return path, lambda: Dex.with_files({"selected_heads": str(path)})
+    return path, lambda: read_selected(str(path), may_be_missing=False)
 
 
 def any_json(folder: Path) -> tuple[Path, Read]:

@@ -100,7 +100,7 @@ def selected(recipe: Recipe) -> tuple[str, ...]:
     The heads are spread evenly, so every tensor-parallel rank has the same number of selected
     heads. For other kinds of attention, the function returns an empty tuple.
     """
-    attention = recipe.model.attention
+    attention = recipe.model.attention.kinds[0]
     if not isinstance(attention, Dex):
         return ()
     heads = list(range(0, attention.num_heads, round(1 / SHARE)))

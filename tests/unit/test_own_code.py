@@ -1,5 +1,6 @@
 """A kind of attention and a hook in a user's own file, used with the commands."""
 
+import json
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ import yaml
 
 from diffmegatron import own_code
 from diffmegatron.attention.kinds import KINDS
-from diffmegatron.attention.kinds.kind import Parameter
+from diffmegatron.attention.kinds.layer import Parameter
 from diffmegatron.errors import UserError
 from diffmegatron.training import hook
 from diffmegatron.training.monitoring.metrics import read_metrics
@@ -20,7 +21,7 @@ from tests.robustness.bad_paths import CLUSTER, run
 
 PAGE = (ROOT / "docs/variants.md").read_text()
 (EXAMPLE,) = re.findall(r"^```python\n(# my_attention\.py\n.*?)^```", PAGE, re.S | re.M)
-(GATED,) = re.findall(r"^```python\n(# sigmoid_gated\.py\n.*?)^```", PAGE, re.S | re.M)
+GATED, COSTS = re.findall(r"^```python\n(# head_gated\.py.*?)^```", PAGE, re.S | re.M)
 KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 
@@ -67,17 +68,33 @@ def refused(*words: object) -> str:
     return err
 
 
-def test_the_lambda_of_an_own_kind_is_that_of_its_class(corpus, tmp_path, process, monkeypatch):
+def test_lambda_per_head_trains_plans_and_refuses_export(corpus, tmp_path, process, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("my_attention.py").write_text(GATED)
     text = TINY.format(run_dir="run", corpus=corpus).replace("steps: 20", "steps: 4")
     Path("tiny.yaml").write_text(text)
-    kind = "model.attention={kind: sigmoid_gated, num_heads: 4, num_kv_heads: 2}"
+    kind = "model.attention={kind: head_gated, num_heads: 4, num_kv_heads: 2}"
+    Path("my_attention.py").write_text(GATED)
+    asked = ("--import", "my_attention.py")
+    refusal = "model.attention.kind 'head_gated' cannot be exported: no export is registered"
+    flops = []
+    for content in (GATED, GATED + COSTS):
+        Path("my_attention.py").write_text(content)
+        process()
+        plan = json.loads(command(*asked, "plan", "tiny.yaml", kind, "--json"))
+        assert any(refusal in warning for warning in plan["warnings"])
+        flops.append(plan["flops_per_token"]["forward"])
+        assert plan["parameters"]["lambdas"] == 2 * 4
+        assert plan["baseline_num_heads"] == 8
+    # The costs of the page count each of the 8 query heads of width 8 twice.
+    assert flops[1] - flops[0] == 2 * 2 * (64 / 2) * 2 * 8 * 8
     process()
-    command("--import", "my_attention.py", "train", "tiny.yaml", kind)
-    name = "attn/lambda_layer_01"
-    first, *_, last = (row[name] for row in read_metrics(Path("run")) if name in row)
+    assert refusal in command(*asked, "train", "tiny.yaml", kind)
+    rows = [row for row in read_metrics(Path("run")) if "attn/lambda_layer_01" in row]
+    first, *_, last = (row["attn/lambda_layer_01"] for row in rows)
     assert first != last and first == pytest.approx(0.5, abs=1e-2)
+    process()
+    assert refusal in refused(*asked, "export", "run", "hf")
+    assert not Path("hf").exists()
 
 
 @pytest.mark.parametrize(
@@ -150,11 +167,9 @@ def test_an_own_kind_works_in_every_command(own, corpus, tmp_path, process, monk
         ("import no_such_module\n", "at line 1: ModuleNotFoundError: No module named"),
         ("x = 1\nif:\n", "at line 2: SyntaxError"),
         ("\n\n1 / 0\n", "at line 3: ZeroDivisionError"),
-        (EXAMPLE.replace("def forward(", "def attend("), "ValueError: class Gained defines attend"),
-        (
-            EXAMPLE.replace("def forward(", "def kept_bytes("),
-            "any more; define saved_bytes instead",
-        ),
+        (GATED.replace("def forward(", "def attend("), "ValueError: class HeadGated lacks forward"),
+        (GATED.replace("    title: Class", "    name: Class"), "class HeadGated lacks title"),
+        (GATED.replace(' = "head_gated"', ""), "class HeadGated has no kind; give its field kind"),
         (EXAMPLE.replace('"gained"', '"diff_v1"'), "ValueError: attention kind 'diff_v1' is"),
     ],
 )
@@ -186,9 +201,13 @@ def test_files_with_the_same_name_are_separate_modules(tmp_path, process):
     assert sorted(found) == ["a", "b"]
 
 
-def test_an_inherited_export_without_a_parameter_names_its_parent(tiny_recipe, process):
+def test_an_export_without_a_rule_for_a_parameter_is_refused(tiny_recipe, process):
+    from diffmegatron.attention.kinds import LayerKinds
     from diffmegatron.attention.kinds.diff_v1 import DiffV1
-    from diffmegatron.attention.kinds.kind import Constant, Parameter
+    from diffmegatron.attention.kinds.layer import Constant
+    from diffmegatron.hf.kinds import export_problem, register_export
+    from diffmegatron.hf.kinds.diff_v1 import DiffV1Export
+    from diffmegatron.hf.kinds.export import EXPORTS
     from diffmegatron.hf.weight_mapping import table
 
     class Shifted(DiffV1):
@@ -201,72 +220,18 @@ def test_an_inherited_export_without_a_parameter_names_its_parent(tiny_recipe, p
             )
 
     model = tiny_recipe().model
-    attention = Shifted(**model.attention.model_dump(exclude={"kind"}))
-    with pytest.raises(UserError, match=r"inherits diff_v1's export without .* shift"):
-        table(model.model_copy(update={"attention": attention}))
-    assert attention.inherited_export == "diff_v1"
-    assert model.attention.inherited_export is None
-
-
-def test_an_inherited_export_is_refused_if_forward_is_overridden(tiny_recipe, process):
-    """Check that a subclass that overrides ``forward`` cannot use the export of its parent class.
-
-    The export compares the logits of the exported model with those of the network. In bf16 it also
-    multiplies some weights into others and rounds the products. The comparison tolerates this
-    rounding, so it may not find the difference between the two ``forward`` methods.
-    """
-    from diffmegatron.attention.kinds.diff_v1 import DiffV1
-    from diffmegatron.hf.weight_mapping import table
-
-    class Halved(DiffV1):
-        kind: str = "halved"
-
-        def forward(self, *args):
-            return 0.5 * super().forward(*args)
-
-    class Renamed(Halved):
-        kind: str = "renamed"
-
-    class Mapped(Halved):
-        kind: str = "mapped"
-        weight_rules = DiffV1.weight_rules
-
-    model = tiny_recipe().model
-    sizes = model.attention.model_dump(exclude={"kind"})
-    for refused in (Halved, Renamed):
-        with pytest.raises(UserError, match=r"class Halved defines forward and inherits .* DiffV1"):
-            table(model.model_copy(update={"attention": refused(**sizes)}))
-    assert table(model.model_copy(update={"attention": Mapped(**sizes)}))
-
-
-def test_an_inherited_export_is_checked_before_settings_of_the_parent(tiny_recipe, process):
-    """Check that the error is about the computation of lambda, and not about the headwise norm.
-
-    The class has two problems. It computes lambda differently from its parent class. It also has no
-    headwise norm, but DiffLlama, the parent's export format, always has one.
-    """
-    import torch
-
-    from diffmegatron.attention.kinds.diff_v1 import DiffV1
-    from diffmegatron.hf.configuration import to_hf_config
-    from diffmegatron.hf.weight_mapping import table
-
-    class OtherLambda(DiffV1):
-        kind: str = "other_lambda"
-        headwise_norm: bool = False
-
-        def current_lambda(self, layer):
-            return 0.5 * super().current_lambda(layer)
-
-    recipe = tiny_recipe()
-    sizes = recipe.model.attention.model_dump(exclude={"kind", "headwise_norm"})
-    model = recipe.model.model_copy(update={"attention": OtherLambda(**sizes)})
-    recipe = recipe.model_copy(update={"model": model})
-    inherits = r"class OtherLambda defines current_lambda and inherits the export of DiffV1"
-    with pytest.raises(UserError, match=inherits):
+    shifted = Shifted(**model.attention.kinds[0].model_dump(exclude={"kind"}))
+    model = model.model_copy(update={"attention": LayerKinds(kinds=(shifted,))})
+    # The export of the parent class is not inherited.
+    with pytest.raises(UserError, match=r"'shifted' cannot be exported: no export .* Shifted"):
         table(model)
-    with pytest.raises(UserError, match=inherits):
-        to_hf_config(recipe, 0, torch.float32)
+    register_export(Shifted)(DiffV1Export)
+    try:
+        with pytest.raises(UserError, match=r"has no rule for its parameter shift"):
+            table(model)
+        assert "shift" in export_problem(model.attention, model.hidden_size)
+    finally:
+        del EXPORTS[Shifted]
 
 
 @pytest.mark.parametrize(

@@ -23,34 +23,43 @@ from diffmegatron.attention.context_parallel.zigzag import (
     to_rank_order,
     to_sequence_order,
 )
-from diffmegatron.attention.kernels.api import QKV, diff_attention, softmax_attention
-from diffmegatron.attention.kinds.kind import ContextCommunication
+from diffmegatron.attention.kernels.api import (
+    QKV,
+    diff_attention,
+    softmax_attention,
+    subtract_noise,
+)
+from diffmegatron.attention.kernels.registry import (
+    ContextCommunication,
+    Operation,
+    subtraction_backend,
+)
 from diffmegatron.attention.kinds.layer import Context
+from diffmegatron.errors import UserError
 
 Attention = Callable[..., Tensor]
 
 
 class WholeSequence:
-    """The attention functions of a layer.
+    """The attention functions of a layer, which calls one operation.
 
     Args:
         group: context-parallel ranks; None is the same as one rank.
-        softmax, differential: backend of each operation, or ``auto`` to choose in each call.
+        operation: the operation that the layer may call.
+        backend: backend of the operation, or ``auto`` to choose in each call.
     """
 
     def __init__(
         self,
         group: ProcessGroup | None,
         communication: ContextCommunication,
-        *,
-        softmax: str = "auto",
-        differential: str = "auto",
+        operation: Operation,
+        backend: str = "auto",
     ) -> None:
-        kernels = ((softmax_attention, softmax), (diff_attention, differential))
-        functions = [
-            _functions(kernel, backend, group, communication) for kernel, backend in kernels
-        ]
-        self._across, self._packed = zip(*functions, strict=True)
+        self._operation = operation
+        kernel = diff_attention if operation == "differential" else softmax_attention
+        self._across, self._packed = _functions(kernel, backend, group, communication)
+        self._subtract = partial(subtract_noise, backend=subtraction_backend(backend))
 
     def within(self, documents: Tensor | None) -> Context:
         """Return the attention functions for a forward pass.
@@ -60,9 +69,18 @@ class WholeSequence:
                 packing. A boundary is a position in the concatenation of the batch's unsharded
                 rows. The first boundary is 0, and the last is the length of this concatenation.
         """
-        if documents is None:
-            return Context(*self._across)
-        return Context(*(partial(attend, documents=documents) for attend in self._packed))
+        attend = self._across
+        if documents is not None:
+            attend = partial(self._packed, documents=documents)
+        if self._operation == "differential":
+            return Context(partial(self._refuse, "softmax_attention"), attend, self._subtract)
+        return Context(attend, partial(self._refuse, "diff_attention"), self._subtract)
+
+    def _refuse(self, name: str, *_: Tensor, **__: Any) -> Tensor:
+        raise UserError(
+            f"a kind of attention has the operation {self._operation!r} and calls context.{name}; "
+            "set the operation of its class to that of the function that forward calls"
+        )
 
 
 def _functions(

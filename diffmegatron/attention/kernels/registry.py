@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Op = Literal["differential", "softmax", "subtraction"]
+# Operations that compute the attention of a layer.
+Operation = Literal["differential", "softmax"]
+ContextCommunication = Literal["ring", "all_gather", "ulysses"]
 
 # Operations with their names for messages. "differential" subtracts two attention maps, and its
 # values are twice as wide as the queries. "subtraction" is the last step of DIFF V2.
@@ -285,12 +288,24 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 }
 
 
+def subtraction_backend(attention_backend: str) -> str:
+    """Return the backend of DIFF V2's subtraction that goes with a backend of its attention.
+
+    The plain PyTorch backends of attention have PyTorch's subtraction, and "triton" has Triton's.
+    With any other backend of attention, the choice is "auto".
+    """
+    pairs = {"reference": "pytorch", "blocked": "pytorch", "triton": "triton"}
+    return pairs.get(attention_backend, "auto")
+
+
 def whole_sequence_backends(op: Op) -> frozenset[str]:
     """Return the names of the backends that lack "chunks"; ring attention cannot use them."""
     return frozenset(name for name, b in BACKENDS[op].items() if "chunks" in b.lacks)
 
 
-def needed_features(*, documents: bool, context: int, communication: str | None) -> frozenset[str]:
+def needed_features(
+    *, documents: bool, context: int, communication: ContextCommunication | None
+) -> frozenset[str]:
     """Return the keys of `FEATURES` that a parallel layout needs.
 
     `documents` is true if attention stays within packed documents. `context` is the number of

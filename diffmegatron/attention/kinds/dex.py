@@ -12,22 +12,28 @@ Transformer. W [d, hidden_size] is the part of the output projection that multip
 has (I - lambda W_D) W in place of W.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from typing_extensions import override
 
 from diffmegatron.files import shorten
-from diffmegatron.section import Count, Section
+from diffmegatron.section import FREE, Count, Section
 
-from . import hugging_face as hf
-from .diff_v1 import LambdaInit
-from .kind import Kernels
+from .kind import AttentionKind, Foundation
+from .lambda_init import LambdaInit
 from .layer import Constant, Context, Identity, Layer, Parameter
-from .selected_heads import SelectedHeads, SelectedOn, Unselected, assumed_heads, read_selected
-from .softmax import Softmax
+from .selected_heads import (
+    MAY_BE_MISSING,
+    SelectedHeads,
+    SelectedOn,
+    Unselected,
+    assumed_heads,
+    read_selected,
+)
+from .softmax import Softmax, transformer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,40 +79,29 @@ class Dex(Softmax):
     gradient of each is proportional to the other.
     """
 
-    can_mix: ClassVar[bool] = False
     kind: Literal["dex"] = "dex"  # type: ignore[assignment]
     selected_heads: SelectedHeads
-    selected_on: SelectedOn | None = None
-    annealing_steps: Count | None
-    projection_init: ProjectionInit = ProjectionInit()
-    lambda_learn_init: float = 0.1
+    selected_on: Annotated[SelectedOn | None, FREE] = None
+    annealing_steps: Annotated[Count | None, FREE]
+    projection_init: Annotated[ProjectionInit, FREE] = ProjectionInit()
+    lambda_learn_init: Annotated[float, FREE] = 0.1
 
     title: ClassVar[str] = "Transformer with DEX"
-    # An export has plain softmax attention, so no model type is imported as DEX.
-    model_types: ClassVar[tuple[str, ...]] = ()
-    free_keys: ClassVar[frozenset[str]] = frozenset(
-        {"annealing_steps", "projection_init", "lambda_learn_init", "selected_on"}
-    )
 
+    @model_validator(mode="before")
     @classmethod
-    def with_files(
-        cls, section: Mapping[str, Any], *, may_be_missing: bool = False
-    ) -> Mapping[str, Any]:
-        """Replace a path in ``selected_heads`` by the content of the file."""
-        file = section.get("selected_heads")
-        if not isinstance(file, str):
+    def _read_file(cls, section: Any, info: ValidationInfo) -> Any:
+        """Replace a path in ``selected_heads`` by the content of the file.
+
+        Without a validation context, which the reader of recipes gives, no file is read.
+        """
+        file = section.get("selected_heads") if isinstance(section, dict) else None
+        if not isinstance(file, str) or info.context is None:
             return section
-        return {**section, **read_selected(file, may_be_missing=may_be_missing)}
-
-    @property
-    @override
-    def assumption(self) -> str | None:
-        heads = self.selected_heads
-        return heads.assumption(self.num_heads) if isinstance(heads, Unselected) else None
+        return {**section, **read_selected(file, may_be_missing=info.context[MAY_BE_MISSING])}
 
     @override
-    def check(self) -> None:
-        super().check()
+    def check(self, num_layers: int) -> None:
         made = self.selected_on
         if made is not None and made.num_heads != self.num_heads:
             raise ValueError(
@@ -128,15 +123,16 @@ class Dex(Softmax):
                     f"model.attention.selected_heads of layer {layer} are {shorten(str([*heads]))};"
                     f" give numbers from 0 to {self.num_heads - 1}, rising, each once"
                 )
-
-    @override
-    def check_layers(self, num_layers: int) -> None:
-        heads = self.selected_heads
-        if not isinstance(heads, Unselected) and len(heads) != num_layers:
+        if len(self.selected_heads) != num_layers:
             raise ValueError(
-                f"model.attention.selected_heads has {len(heads)} layers and "
+                f"model.attention.selected_heads has {len(self.selected_heads)} layers and "
                 f"model.num_layers is {num_layers}; give a list of heads for every layer"
             )
+
+    @override
+    def foundation(self) -> Foundation:
+        made = self.selected_on
+        return Foundation(transformer_of(self), None if made is None else made.fingerprint)
 
     def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
         """Return a copy of this section for the small network that ``plan --rehearse`` runs.
@@ -147,20 +143,6 @@ class Dex(Softmax):
         heads = {"selected_heads": (half,) * num_layers, "selected_on": None}
         return self.model_copy(update={**sizes, **heads})
 
-    def baseline(self) -> Softmax:
-        """Return the same softmax attention without the differential term."""
-        shared = {name: getattr(self, name) for name in Softmax.model_fields if name != "kind"}
-        return Softmax.model_construct(**shared)
-
-    @override
-    def foundation(self) -> Softmax:
-        return self.baseline()
-
-    @property
-    @override
-    def fingerprint(self) -> str | None:
-        return None if self.selected_on is None else self.selected_on.fingerprint
-
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return the parameters of softmax attention, and W_D and lambda_learn."""
         square = (self.head_dim, self.head_dim)
@@ -170,38 +152,10 @@ class Dex(Softmax):
             Parameter(LAMBDA_LEARN, (1,), Constant(self.lambda_learn_init), "lambda", float32=True),
         )
 
-    def own_products(self, hidden_size: int) -> float:
-        """Return the multiply-adds per token and layer of O W_D, as a mean over all layers."""
-        return self._selected_per_layer * self.head_dim**2
-
-    @override
-    def saved_bytes(self, kernels: Kernels) -> tuple[float, float]:
-        projected, core = super().saved_bytes(kernels)
-        # The differential term saves a copy of the selected heads' O.
-        saved = self._selected_per_layer * self.head_dim
-        if not self.headwise_norm and not kernels.copies_softmax_output:
-            # `super` counts O once, for the kernel and the output projection. With the term, the
-            # output projection saves O' instead.
-            saved += self.heads.query_channels
-        return projected, core + kernels.element * saved
-
-    @property
-    def _selected_per_layer(self) -> float:
-        if isinstance(self.selected_heads, Unselected):
-            return assumed_heads(self.num_heads)
-        return sum(map(len, self.selected_heads)) / len(self.selected_heads)
-
     @override
     def current_lambda(self, layer: Layer) -> "Tensor":
         learned = layer.parameter(LAMBDA_LEARN)[0]
-        return self._lambda(layer.layer_number, layer.step, learned)
-
-    def _lambda(self, layer: int, step: int, learned: "Tensor") -> "Tensor":
-        if self.annealing_steps is None:
-            return learned
-        passed = step / self.annealing_steps
-        a = min(1.0, passed)
-        return (1 - a) * passed * LambdaInit().of_layer(layer) + a * learned
+        return annealed_lambda(self.annealing_steps, layer.layer_number, layer.step, learned)
 
     def forward(
         self,
@@ -210,7 +164,7 @@ class Dex(Softmax):
         query: "Tensor",
         key: "Tensor",
         value: "Tensor",
-        gate: "Tensor | None",
+        from_hidden: "Tensor | None",
     ) -> "Tensor":
         """Return O' of the selected heads and O of the others, [b, s, heads of this rank, d].
 
@@ -219,7 +173,7 @@ class Dex(Softmax):
         """
         import torch
 
-        heads = super().forward(layer, context, query, key, value, gate)
+        heads = super().forward(layer, context, query, key, value, from_hidden)
         lengths = self._runs(layer)
         # The axis order [s, b, ...] determines the last bits of the gradient of W_D. Earlier
         # versions had this order, and their runs must resume to the same numbers.
@@ -236,7 +190,7 @@ class Dex(Softmax):
         The runs alternate: unselected, selected, ..., unselected, selected. The first and the last
         length may be 0.
         """
-        selected = {*self._selected(layer.layer_number)}
+        selected = {*selected_in(self, layer.layer_number)}
         flags = (head in selected for head in layer.share(self.num_heads))
         # With one more flag at each end, the first run is unselected and the last is selected.
         lengths = [len([*run]) for _, run in groupby([False, *flags, True])]
@@ -244,43 +198,30 @@ class Dex(Softmax):
         lengths[-1] -= 1
         return lengths
 
-    def _selected(self, layer: int) -> tuple[int, ...]:
-        """Return the selected heads of a layer, as numbers from 0.
 
-        ``layer`` is the number of the layer, counted from 1 over all pipeline stages.
-        """
-        if isinstance(self.selected_heads, Unselected):
-            raise self.selected_heads.error()
-        return self.selected_heads[layer - 1]
+def assumptions(kinds: Iterable[AttentionKind]) -> Iterator[str]:
+    """Yield a sentence for ``plan`` about heads that are assumed while their file is missing."""
+    for kind in kinds:
+        if isinstance(kind, Dex) and isinstance(kind.selected_heads, Unselected):
+            yield kind.selected_heads.assumption(kind.num_heads)
 
-    def layer_rules(
-        self, ours: str, theirs: str, hidden_size: int, *, layer: int, step: int
-    ) -> list[hf.WeightRule]:
-        """Return the rules that map a layer's attention weights to a plain Transformer and back.
 
-        The export multiplies (I - lambda W_D) into the output projection, in float64. The weight of
-        this projection is stored transposed, [hidden_size, heads * d]. The inverse rule sets W_D
-        and lambda_learn to zero.
-        """
-        name, d = f"{ours}.linear_proj.weight", self.head_dim
-        selected = self._selected(layer)
+def annealed_lambda(
+    annealing_steps: int | None, layer: int, step: int, learned: "Tensor"
+) -> "Tensor":
+    """Return lambda of layer ``layer`` (from 1) after ``step`` steps; ``learned`` is trained."""
+    if annealing_steps is None:
+        return learned
+    passed = step / annealing_steps
+    a = min(1.0, passed)
+    return (1 - a) * passed * LambdaInit().of_layer(layer) + a * learned
 
-        def fold(weight: "Tensor", projection: "Tensor", learned: "Tensor") -> tuple["Tensor", ...]:
-            by_head = weight.double().unflatten(1, (-1, d)).clone()
-            change = self._lambda(layer, step, learned).double() * projection.double()
-            for head in selected:
-                by_head[:, head] -= by_head[:, head] @ change.T
-            return (by_head.flatten(1),)
 
-        def unfold(weight: "Tensor") -> tuple["Tensor", ...]:
-            return weight, weight.new_zeros(d, d), weight.new_zeros(1)
+def selected_in(kind: Dex, layer: int) -> tuple[int, ...]:
+    """Return the selected heads of a layer, as numbers from 0.
 
-        rules = super().weight_rules(ours, theirs, hidden_size)
-        (output,) = (rule for rule in rules if name in rule.ours)
-        folded = {
-            **output.ours,
-            f"{ours}.{PROJECTION}": (d, d),
-            f"{ours}.{LAMBDA_LEARN}": (1,),
-        }
-        rules[rules.index(output)] = hf.WeightRule(folded, output.theirs, fold, unfold)
-        return rules
+    ``layer`` is the number of the layer, counted from 1 over all pipeline stages.
+    """
+    if isinstance(kind.selected_heads, Unselected):
+        raise kind.selected_heads.error()
+    return kind.selected_heads[layer - 1]

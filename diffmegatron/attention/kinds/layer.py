@@ -14,8 +14,12 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Name of the `Parameter` that is the bias of `linear_qkv`.
+# Names of parameters with a meaning for the layer: the bias of `linear_qkv`, and the weights of the
+# RMSNorms of queries and of keys before their rotation. `HEAD_NORM` is the weight of the RMSNorm of
+# each head's output, which a kind applies itself.
 QKV_BIAS = "linear_qkv.bias"
+QK_NORMS = ("q_norm", "k_norm")
+HEAD_NORM = "head_norm"
 Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
 
 
@@ -177,7 +181,11 @@ class Context(NamedTuple):
         diff_attention: (q1, k1, q2, k2, v, lambda_=..., norm=None) ->
             (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
             ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` for the result.
+        subtract_noise: (heads, lambda_) -> signal - lambda * noise of every signal head,
+            `[b, s, h, d]`. ``heads`` are the results of r signal heads, then of their noise head.
+            ``lambda_`` is `[b, s, h]`.
     """
 
     softmax_attention: Callable[..., "Tensor"]
     diff_attention: Callable[..., "Tensor"]
+    subtract_noise: Callable[..., "Tensor"]

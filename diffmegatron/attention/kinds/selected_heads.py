@@ -17,6 +17,8 @@ from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
 # Default share of each layer's heads that ``dex select`` selects. ``plan`` assumes this share while
 # the file of ``dex select`` does not exist.
 SHARE = 0.5
+# Key of the validation context: whether the file of ``dex select`` may be missing.
+MAY_BE_MISSING = "may_be_missing"
 Heads = tuple[tuple[int, ...], ...]
 
 

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from diffmegatron.attention.kernels.registry import BACKENDS
-from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication, Kernels
+from diffmegatron.attention.costs import LayerRun, costs_of
+from diffmegatron.attention.kernels.registry import BACKENDS, ContextCommunication
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
@@ -269,7 +270,7 @@ def attention_bytes_per_token(
         # Let c be parallel.context. Rank r has chunks r and 2c - 1 - r of the 2c zigzag chunks. A
         # query needs all keys up to the end of its chunk, on average (2c + 1) / (4c) of all keys.
         keys *= (2 * recipe.parallel.context + 1) / (4 * recipe.parallel.context)
-    kernels = Kernels(
+    run = LayerRun(
         element=BYTES[recipe.training.precision],
         device=device,
         backend=planned_backend(recipe, kind, device),
@@ -279,9 +280,9 @@ def attention_bytes_per_token(
         has_mask=has_documents or communication == "all_gather",
         recomputes_core=recipe.recompute.granularity == "selective",
     )
-    projected, core = (each / recipe.parallel.tensor for each in kind.saved_bytes(kernels))
-    if kernels.has_mask and BACKENDS[kind.operation][kernels.backend].saves_bias:
-        core += kernels.element * kernels.keys
+    projected, core = (each / recipe.parallel.tensor for each in costs_of(kind).saved_bytes(run))
+    if run.has_mask and BACKENDS[kind.operation][run.backend].saves_bias:
+        core += run.element * run.keys
     return projected, core
 
 

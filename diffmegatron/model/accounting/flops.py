@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, network_tensors
@@ -33,9 +34,9 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
     for kind, count in counted_kinds(model):
-        own = kind.own_products(model.hidden_size) + lora_weights(model, kind)
+        own = costs_of(kind).own_products(model.hidden_size) + lora_weights(model, kind)
         weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
-        attention += 2 * (count * seq_length / 2) * kind.products()
+        attention += 2 * (count * seq_length / 2) * costs_of(kind).products()
     training = 6 * weights - 2 * frozen + 3 * attention
     return Flops(forward=2 * weights + attention, training=training)
 

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication
+from diffmegatron.attention.kernels.registry import ContextCommunication
+from diffmegatron.attention.kinds.kind import AttentionKind, reads_hidden
 from diffmegatron.config.model_config import LoraConfig
 from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.model.layers.self_attention import SelfAttention
@@ -96,7 +97,7 @@ def layer_spec(
         linear = {"linear_qkv": fused, "linear_proj": row, "linear_fc1": fused, "linear_fc2": row}
         mlp_norm = IdentityOp
         keys["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
-        if kind.reads_hidden:
+        if reads_hidden(kind):
             # The kind also uses the normalised input directly, so do not fuse the norm.
             input_norm, linear["linear_qkv"] = TENorm, TEColumnParallelLinear
         else:

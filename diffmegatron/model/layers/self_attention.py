@@ -31,8 +31,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from diffmegatron.attention.context_parallel.whole_sequence import WholeSequence
-from diffmegatron.attention.kinds.kind import AttentionKind, ContextCommunication
-from diffmegatron.attention.kinds.layer import QKV_BIAS, Constant, Identity, Parameter
+from diffmegatron.attention.kernels.registry import ContextCommunication
+from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.layer import QK_NORMS, QKV_BIAS, Constant, Identity, Parameter
 from diffmegatron.model.layers.rotary import rotate
 
 # A function with three arguments: the rotated queries and the rotated keys of this rank, each
@@ -77,7 +78,7 @@ class SelfAttention(MegatronModule):
         self.kind, self.layer_number = kind, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
         self.whole_sequence = WholeSequence(
-            self.context_group, communication, **{kind.operation: backend}
+            self.context_group, communication, kind.operation, backend
         )
         self.rotary_scale = rotary_scale
         self.observer: Observer | None = None
@@ -158,21 +159,21 @@ class SelfAttention(MegatronModule):
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         query, key, value = self._split(self.linear_qkv(hidden_states)[0])
-        query, key = self.kind.normalize_qk(self, query, key)
+        query, key = self._normalized(query, key)
         query, key = (
             x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb, self.rotary_scale)
         )
-        gate = self.kind.gate(self, hidden_states)
+        from_hidden = self.kind.from_hidden(self, hidden_states)
         if self.observer is not None:
             self.observer(query, key, documents)
         context = self.whole_sequence.within(documents)
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        gate = None if gate is None else gate.transpose(0, 1)
+        from_hidden = None if from_hidden is None else from_hidden.transpose(0, 1)
         forward = partial(self.kind.forward, self, context)
         if self.training and self.config.recompute_granularity == "selective":
-            heads = tensor_parallel.checkpoint(forward, False, query, key, value, gate)
+            heads = tensor_parallel.checkpoint(forward, False, query, key, value, from_hidden)
         else:
-            heads = forward(query, key, value, gate)
+            heads = forward(query, key, value, from_hidden)
         heads = heads.to(query.dtype).transpose(0, 1).flatten(2).contiguous()
         return self.linear_proj(heads)
 
@@ -190,6 +191,17 @@ class SelfAttention(MegatronModule):
             taken[kind].append(part)
         query, key, value = (x[0] if len(x) == 1 else torch.cat(x, dim=3) for x in taken.values())
         return query, key, value.flatten(2, 3)
+
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the RMSNorms of queries and keys [..., d] whose weights the kind declares."""
+        if not self._declared.keys() >= {*QK_NORMS}:
+            return query, key
+        pairs = zip((query, key), QK_NORMS, strict=True)
+        query, key = (
+            torch.nn.functional.rms_norm(x, x.shape[-1:], self.parameter(name), self.norm_eps)
+            for x, name in pairs
+        )
+        return query, key
 
     def share(self, count: int) -> range:
         """Return the indices of this tensor-parallel rank's equal share of ``count`` items."""

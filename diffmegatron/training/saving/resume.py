@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.attention.kinds import AttentionKind
+from diffmegatron.attention.kinds import LayerKinds
 from diffmegatron.checkpoint.checkpoint_format import (
     WEIGHT,
     Checkpoint,
@@ -155,12 +155,13 @@ def open_start(recipe: Recipe, parallel_state: ParallelState) -> Checkpoint | No
     return source
 
 
-def _check_made_for(source: Checkpoint, attention: AttentionKind) -> None:
+def _check_made_for(source: Checkpoint, attention: LayerKinds) -> None:
     """Check that DEX's heads in ``model.attention`` were selected on the weights of ``source``.
 
     If ``source`` is a DEX checkpoint itself, nothing is checked.
     """
-    made_for = attention.fingerprint
+    foundation = attention.foundation
+    made_for = None if foundation is None else foundation.fingerprint
     if made_for is None or source.recipe.model.attention.kind == attention.kind:
         return
     if (found := source.fingerprint()) != made_for:

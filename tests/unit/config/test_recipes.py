@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diffmegatron.attention.kinds import LayerKinds
+from diffmegatron.attention.kinds.dex import assumptions
 from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
@@ -160,7 +162,7 @@ def test_the_3b_recipes_are_those_of_section_3_1_and_table_9(name):
     assert (model.hidden_size, model.num_layers, model.ffn_hidden_size) == (3072, 28, 8192)
     tokens, own, ordinary = THREE_BILLION[name]
     attention = model.attention
-    heads = attention.heads
+    heads = attention.kinds[0].heads
     assert (attention.num_heads, attention.num_kv_heads) == own
     assert attention.head_dim == 128
     assert (heads.queries, heads.keys, heads.output_channels // 128) == ordinary
@@ -186,7 +188,7 @@ def test_the_scaling_suite_is_that_of_appendix_e(size, prefix):
     attention, own = model.attention, heads if prefix == "diff" else 2 * heads
     assert (model.hidden_size, model.num_layers, attention.num_heads) == (hidden, layers, own)
     assert (attention.num_kv_heads, attention.head_dim) == (own, head_dim)
-    assert attention.heads.queries == 2 * heads
+    assert attention.kinds[0].heads.queries == 2 * heads
     assert model.ffn_hidden_size == ffn
     assert 0 <= ffn - hidden * 8 / 3 < 64
     assert ffn % 64 == 0
@@ -246,7 +248,7 @@ def test_an_override_makes_the_scaling_suite_of_another_kind(size, kind):
     attention = recipe.model.attention
     assert attention.kind == kind
     assert attention.num_heads == (heads if kind == "grouped" else 2 * heads)
-    assert attention.heads.output_channels == hidden
+    assert attention.kinds[0].heads.output_channels == hidden
     assert plan_recipe(recipe).steps == 40_000
 
 
@@ -334,7 +336,9 @@ def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
     imported = ModelConfig.model_validate(model_section(read_config(tmp_path), 0))
     assert count_parameters(imported).total == pytest.approx(parameters, abs=0.006e9)
     recipe = load(name)
-    attention = recipe.model.attention.foundation() or recipe.model.attention
+    attention, foundation = recipe.model.attention, recipe.model.attention.foundation
+    if foundation is not None:
+        attention = LayerKinds(kinds=(foundation.kind,))
     own = recipe.model.model_copy(update={"attention": attention})
     assert own.model_dump() == imported.model_dump()
     # Build the recipe that an import of the model writes.
@@ -360,7 +364,7 @@ def test_the_recipes_of_dex_are_the_papers_setting(name):
     assert [source.weight for source in recipe.data.sources] == [74.3, 6.5, 7.9, 11.3]
     assert (optimizer.lr, optimizer.schedule.kind) == (1e-4, "cosine")
     assert optimizer.schedule.warmup(846) == 25
-    attention = recipe.model.attention
+    (attention,) = recipe.model.attention.kinds
     assert attention.annealing_steps == 423
     trained = {
         tensor.name.partition("self_attention.")[2]: trained_parts(tensor, recipe)
@@ -377,7 +381,8 @@ def test_the_recipes_of_dex_are_the_papers_setting(name):
         own: learning_rate_factor(own, recipe) for own in ("a.lambda_learn", "a.linear_proj.weight")
     }
     assert factors == {"a.lambda_learn": 30, "a.linear_proj.weight": 1}
-    assert f"{recipe.checkpoint.start_from}_heads.yaml" in (attention.assumption or "")
+    (assumption,) = assumptions([attention])
+    assert f"{recipe.checkpoint.start_from}_heads.yaml" in assumption
 
 
 @pytest.mark.parametrize("name", sorted(PRETRAINED))

@@ -157,7 +157,7 @@ def test_maps_give_the_layers_own_output(model, small_blocks):
     for layer, output in zip(seen, outputs, strict=True):
         assert len(list(layer.blocks())) > 5
         maps = whole(layer, layer.maps, 0.0)
-        assert len(maps) == layer.kind.num_heads
+        assert len(maps) == layer.head_maps.num_heads
         torch.testing.assert_close(output_of(layer, maps), output, rtol=1e-4, atol=1e-5)
         # With zeros in place of one head's map, the output must differ.
         maps[0] = 0
@@ -224,7 +224,7 @@ def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
         model.network.base_model(model.batch(IDS), use_cache=False)
     hook.remove()
     softmax = rounded(layer.logits(0, layer.rows), 4).softmax(-1)
-    maps = layer.kind.subtracted_maps(layer.module, softmax, layer.hidden)
+    maps = layer.head_maps.subtracted(layer.module, softmax, layer.hidden)
     torch.testing.assert_close(output_of(layer, maps), outputs[0], rtol=1e-4, atol=1e-5)
     plain = output_of(layer, layer.maps(0, layer.rows))
     assert (outputs[0] - plain).abs().max() > 50 * (outputs[1] - plain).abs().max()

@@ -158,7 +158,7 @@ def test_pairs_of_maps_are_those_that_are_subtracted(model):
     """Check that each row of a head is its signal map minus a factor times its noise map."""
     layer = look(model)[0][1]
     softmax, maps = layer.logits(0, 50).softmax(-1), layer.maps(0, 50)
-    pairs = layer.kind.map_pairs
+    pairs = layer.head_maps.pairs
     assert list(pairs) == FAMILIES[model.target.name][3]
     for head, (signal, noise) in enumerate(pairs):
         ratios = ((softmax[signal] - maps[head]) / softmax[noise])[9:, :9]

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from diffmegatron.attention.kinds import KINDS
-from diffmegatron.attention.kinds.hugging_face import Rearrange, WeightRule
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf import weight_mapping as layout
 from diffmegatron.hf.configuration import to_hf_config
+from diffmegatron.hf.kinds.weight_rules import Rearrange, WeightRule
 from diffmegatron.hf.weight_mapping import from_hf, to_hf
 from diffmegatron.hf.write_export import logit_difference
 
@@ -176,7 +176,7 @@ def _leave_heads_as_they_lie(model: ModelConfig, split: Rearrange) -> Rearrange:
     In ``linear_qkv`` the heads of the first and the second map alternate, block by block. DiffLlama
     expects all heads of the first map before all heads of the second.
     """
-    heads = model.attention.heads
+    heads = model.attention.kinds[0].heads
     each = [heads.queries // heads.keys, 1, 1]
 
     def rearranged(fused: Tensor) -> tuple[Tensor, ...]:

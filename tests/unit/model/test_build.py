@@ -44,7 +44,7 @@ from diffmegatron.parallel.parallel_state import process_groups
 )
 def test_a_layout_determines_what_its_kernel_needs(tiny_recipe, overrides, needs):
     recipe = tiny_recipe(*overrides)
-    assert attention_call(recipe, recipe.model.attention, "cuda").needs == needs
+    assert attention_call(recipe, recipe.model.attention.kinds[0], "cuda").needs == needs
 
 
 def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_recipe):
@@ -127,7 +127,7 @@ def test_swiglu_is_exact_and_saves_the_bytes_that_plan_counts(fused, factors, ml
 def test_a_backend_is_chosen_once_when_the_network_is_built(tiny_recipe, monkeypatch, kind):
     """Check that a forward pass uses the backend that the device had when its layers were built."""
     recipe = tiny_recipe(f"model.attention={{kind: {kind}, head_dim: 8}}")
-    operation = recipe.model.attention.operation
+    operation = recipe.model.attention.kinds[0].operation
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         monkeypatch.setitem(registry.AUTO_ORDER[operation], "cpu", ("reference",))

@@ -242,7 +242,7 @@ def attention_flops(backend: str, **sections: dict) -> float:
     """
     recipe = make_recipe(training={"attention_backend": backend}, **sections)
     gpu, assumed = ACCELERATORS["H100"], Assumptions()
-    kept = sum(attention_bytes_per_token(recipe, "gpu", recipe.model.attention)[1:])
+    kept = sum(attention_bytes_per_token(recipe, "gpu", recipe.model.attention.kinds[0])[1:])
     moved = 2 * kept * LENGTH * LAYERS / (assumed.memory * gpu.memory_bandwidth)
     return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
 

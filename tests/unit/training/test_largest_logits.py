@@ -69,7 +69,7 @@ def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, mo
     overrides, meets = KINDS[kind]
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
     monkeypatch.setattr(guard_hook, "_QUERIES", 24)
-    kind, expected = type(recipe.model.attention), {}
+    kind, expected = type(recipe.model.attention.kinds[0]), {}
     forward = kind.forward
     ends = torch.tensor(ENDS if packed else [0, 64, 128])
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.kinds.dex import LAMBDA_LEARN, PROJECTION, Dex
+from diffmegatron.attention.kinds.selected_heads import read_selected
 from diffmegatron.cli import app
 from diffmegatron.config.load import check_recipe, load_recipe
 from diffmegatron.errors import UserError
@@ -96,14 +97,14 @@ def heads_file(tmp_path: Path):
 
 
 def recipe_of(path: str):
-    return make_recipe(**Dex.with_files(DEX | {"selected_heads": path}))
+    return make_recipe(**DEX, **read_selected(path, may_be_missing=False))
 
 
 def test_selected_heads_are_read_from_a_file(heads_file):
     path = heads_file()
     attention = recipe_of(path).model.attention
-    assert attention.selected_heads == tuple(map(tuple, SELECTED))
-    assert attention.fingerprint == "0f1e2d"
+    assert attention.kinds[0].selected_heads == tuple(map(tuple, SELECTED))
+    assert attention.foundation.fingerprint == "0f1e2d"
     resolved = attention.model_dump(mode="json")
     assert resolved["selected_heads"] == SELECTED
     Path(path).unlink()
@@ -174,8 +175,8 @@ def test_a_plan_without_a_heads_file_counts_half_of_the_heads(tmp_path, capsys):
     rehearsal = small_recipe(
         load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True), None, tmp_path
     )
-    heads = rehearsal.recipe.model.attention.num_heads
-    assert rehearsal.recipe.model.attention.selected_heads == (tuple(range(heads // 2)),)
+    (small,) = rehearsal.recipe.model.attention.kinds
+    assert small.selected_heads == (tuple(range(small.num_heads // 2)),)
     for more in ([], ["--json"], ["--search", "2"]):
         app(["plan", str(QUICKSTART), extended(missing), *more], standalone_mode=False)
         out, said = capsys.readouterr()
@@ -197,7 +198,7 @@ def test_training_and_export_without_the_heads_file_are_refused(tmp_path):
         load_recipe(QUICKSTART, [extended(missing)])
     model = load_recipe(QUICKSTART, [extended(missing)], allow_missing_files=True).model
     with pytest.raises(UserError, match=said):
-        dict(to_hf(make_weights(model), model, step=3))
+        dict(to_hf(dex_weights(model), model, step=3))
     # If this recipe is saved and loaded, it is refused, because it still has no list of heads.
     with pytest.raises(UserError, match=r"selected_heads is \{'file': "):
         check_recipe(
@@ -235,8 +236,9 @@ def test_flops_count_the_selected_heads_alone():
 def test_a_rehearsal_selects_its_own_heads(tmp_path):
     recipe = make_recipe(**DEX, selected_heads=SELECTED)
     small = small_recipe(recipe, None, tmp_path).recipe.model
-    assert len(small.attention.selected_heads) == small.num_layers
-    assert 0 < len(small.attention.selected_heads[0]) < small.attention.num_heads
+    (kind,) = small.attention.kinds
+    assert len(kind.selected_heads) == small.num_layers
+    assert 0 < len(kind.selected_heads[0]) < kind.num_heads
 
 
 # Export and import: W_D is folded into W_O

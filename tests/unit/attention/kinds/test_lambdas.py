@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.kinds.diff_v1 import LAMBDA_VECTORS, DiffV1, LambdaInit
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.attention.kinds.grouped import Grouped
+from diffmegatron.attention.kinds.lambda_init import LambdaInit
+from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS
 
 CONSTANT = LambdaInit(policy="constant", value=0.35)
 

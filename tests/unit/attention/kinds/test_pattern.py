@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffmegatron.attention.kinds import read_kind
-from diffmegatron.attention.kinds.diff_v1 import DiffV1
-from diffmegatron.attention.kinds.pattern import Pattern
+from diffmegatron.attention.kinds import LayerKinds
+from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
@@ -23,6 +22,7 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.import_model import import_model
+from diffmegatron.hf.kinds import NetworkExport
 from diffmegatron.model.accounting.flops import count_flops
 from diffmegatron.model.accounting.memory import rank_parameters
 from diffmegatron.model.accounting.parameters import count_parameters
@@ -119,13 +119,11 @@ def test_the_layout_must_divide_the_key_value_heads_of_every_kind(pattern_recipe
 def test_equal_baselines_of_all_kinds_become_one_transformer(tiny_recipe):
     same = f"[{{kind: diff_v1, num_heads: 2, num_kv_heads: 1, layers: 1-2}}, {TRANSFORMER}]"
     baseline = tiny_recipe(FOUR, f"model.attention={same}", "model.baseline=true").model
-    assert baseline.attention == read_kind({"kind": "softmax", "num_heads": 4}).model_copy(
-        update={"num_kv_heads": 2, "head_dim": 16}
-    )
+    transformer = Softmax(num_heads=4, num_kv_heads=2, head_dim=16)
+    assert baseline.attention == LayerKinds(kinds=(transformer,))
     other = tiny_recipe(FOUR, LIST.replace("num_heads: 4, num_kv_heads: 2}", "num_heads: 4}"))
     baseline = other.model.attention.baseline()
-    assert isinstance(baseline, Pattern)
-    assert {kind.kind for kind in baseline.kinds} == {"softmax"}
+    assert [kind.kind for kind in baseline.kinds] == ["softmax"] * 3
 
 
 def test_a_run_starts_only_from_the_same_kinds_of_layers(pattern_recipe, tiny_recipe):
@@ -264,34 +262,8 @@ def test_attention_maps_of_every_kind_can_be_watched(exported):
     assert 0.3 < sums[0] < 0.7
 
 
-def test_exporting_a_list_with_an_unsupported_kind_is_refused(tiny_recipe):
-    entries = f"[{V2}, {{kind: softmax, num_heads: 4, qk_norm: true}}]"
+def test_a_list_with_a_kind_without_export_is_refused(tiny_recipe):
+    entries = f"[{V2}, {{kind: softmax, num_heads: 4, headwise_norm: true}}]"
     model = tiny_recipe(FOUR, f"model.attention={entries}").model
-    with pytest.raises(UserError, match="kind 'softmax' whose class at Hugging Face is 'qwen3'"):
-        model.attention.hugging_face(model.hidden_size)
-
-
-def test_an_inherited_kind_of_a_mixed_export_is_refused(pattern_recipe):
-    class Halved(DiffV1):
-        kind: str = "halved"
-        weight_rules = DiffV1.weight_rules
-
-        def forward(self, *arguments):
-            return 0.5 * super().forward(*arguments)
-
-    class Whole(Halved):
-        kind: str = "whole"
-
-        @property
-        def mixed_export_kind(self):
-            return super().mixed_export_kind
-
-    def replaced(cls: type[DiffV1]) -> Pattern:
-        first, *others = pattern_recipe().model.attention.kinds
-        kinds = (cls(**first.model_dump(exclude={"kind"})), *others)
-        return pattern_recipe().model.attention.model_copy(update={"kinds": kinds})
-
-    sentence = "class Halved overrides the computation of DiffV1 and inherits its mixed_export_kind"
-    with pytest.raises(UserError, match=sentence):
-        replaced(Halved).hugging_face(64)
-    assert replaced(Whole).hugging_face(64).model_type == "mixed_diff"
+    with pytest.raises(UserError, match="Hugging Face's Llama never has the headwise norm"):
+        NetworkExport(model.attention, model.hidden_size).hugging_face()

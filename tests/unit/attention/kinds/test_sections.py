@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.attention.kinds import KINDS, AttentionKind, read_kind, register
+from diffmegatron.attention.costs import costs_of
+from diffmegatron.attention.kinds import KINDS, AttentionKind, LayerKinds, read_kind, register
 from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.config.load import load_recipe
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
 
 RECIPE = """
@@ -40,7 +42,13 @@ def load(tmp_path: Path):
     return load_kind
 
 
-def sizes(attention: AttentionKind) -> tuple[int, int, int]:
+def only(model: ModelConfig) -> AttentionKind:
+    """Return the kind of attention of all layers."""
+    (kind,) = model.attention.kinds
+    return kind
+
+
+def sizes(attention: AttentionKind | LayerKinds) -> tuple[int, int, int]:
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
 
@@ -65,7 +73,7 @@ def sizes(attention: AttentionKind) -> tuple[int, int, int]:
     ],
 )
 def test_derived_sizes_are_filled_in(kind, overrides, expected, queries, keys, load):
-    attention = load(kind, *overrides).attention
+    attention = only(load(kind, *overrides))
     assert sizes(attention) == expected
     assert (attention.heads.queries, attention.heads.keys) == (queries, keys)
 
@@ -87,9 +95,8 @@ def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
     Motif 2 has 32 signal and 8 noise heads, and 16 key and 16 value heads of width 128 (arXiv
     2510.06949).
     """
-    heads = load(
-        "grouped", "num_heads=32", "signal_per_noise=4", "num_kv_heads=8", "head_dim=128"
-    ).attention.heads
+    sections = ["num_heads=32", "signal_per_noise=4", "num_kv_heads=8", "head_dim=128"]
+    heads = only(load("grouped", *sections)).heads
     assert (heads.queries, heads.keys, heads.head_dim) == (40, 16, 128)
     assert heads.output_channels == 32 * 2 * 128
 
@@ -110,18 +117,19 @@ def test_motif_2_is_32_signal_heads_in_the_terms_of_v1(load):
 )
 def test_the_baseline_has_equal_width_and_key_value_cache(kind, overrides, expected, load):
     own, pair = (load(kind, *overrides, *more) for more in ([], ["/model.baseline=true"]))
-    assert isinstance(pair.attention, Softmax)
+    assert isinstance(only(pair), Softmax)
     assert sizes(pair.attention) == expected
     # The width and the size of the key-value cache are the same.
-    assert pair.attention.heads.output_channels == own.attention.heads.output_channels
-    assert pair.attention.kv_cache_bytes(2) == own.attention.kv_cache_bytes(2)
+    assert only(pair).heads.output_channels == only(own).heads.output_channels
+    caches = [costs_of(only(each)).kv_cache_bytes(2) for each in (own, pair)]
+    assert caches[0] == caches[1]
     others = {"attention", "baseline"}
     assert pair.model_dump(exclude=others) == own.model_dump(exclude=others)
 
 
 def test_the_transformer_of_a_pair_has_no_headwise_norm(load):
-    assert load("diff_v1").attention.headwise_norm
-    assert not load("diff_v1", "/model.baseline=true").attention.headwise_norm
+    assert only(load("diff_v1")).headwise_norm
+    assert not only(load("diff_v1", "/model.baseline=true")).headwise_norm
 
 
 # Bad input

@@ -14,6 +14,7 @@ from diffmegatron.attention.kinds import AttentionKind
 from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.attention.kinds.diff_v2 import DiffV2
 from diffmegatron.attention.kinds.grouped import Grouped
+from diffmegatron.attention.kinds.kind import sized
 from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.model.layers.layer_specs import layer_spec
@@ -49,7 +50,7 @@ def test_every_parameter_has_a_gradient_and_lambda_moves(ran):
 
 
 def build(kind: AttentionKind, **config: Any) -> SelfAttention:
-    attention = kind.sized(HIDDEN)
+    attention = sized(kind, HIDDEN)
     torch.manual_seed(5)
     module: SelfAttention = build_module(
         layer_spec(attention, "local").submodules.self_attention,

@@ -77,7 +77,7 @@ def build(single_process, tiny_recipe):
         keys = {"num_kv_heads": 0} | section | {"head_dim": D}
         given = ", ".join(f"{key}: {value}" for key, value in keys.items())
         recipe = tiny_recipe(f"model.hidden_size={HIDDEN}", f"model.attention={{{given}}}")
-        spec = layer_spec(recipe.model.attention, "local", backend)
+        spec = layer_spec(recipe.model.attention.kinds[0], "local", backend)
         module = build_module(
             spec.submodules.self_attention, config=transformer_config(recipe), layer_number=LAYER
         )
@@ -315,14 +315,14 @@ def test_three_calls_lead_to_the_kernel(build, monkeypatch):
     module = build(SECTIONS["diff_v1"])
     assert calls_above_the_kernel(module, monkeypatch) == [
         "self_attention.py:forward",
-        "diff_v1.py:forward",
+        "two_maps.py:forward",
         "api.py:diff_attention",
     ]
 
 
 def test_context_parallelism_adds_one_call_before_the_kernel(build, monkeypatch):
     module = build(SECTIONS["diff_v1"])
-    module.whole_sequence = WholeSequence(TwoRanks(), "all_gather", differential="reference")
+    module.whole_sequence = WholeSequence(TwoRanks(), "all_gather", "differential", "reference")
     monkeypatch.setattr(
         whole_sequence,
         "gather_from_sequence_parallel_region",
@@ -330,7 +330,7 @@ def test_context_parallelism_adds_one_call_before_the_kernel(build, monkeypatch)
     )
     assert calls_above_the_kernel(module, monkeypatch)[:4] == [
         "self_attention.py:forward",
-        "diff_v1.py:forward",
+        "two_maps.py:forward",
         "whole_sequence.py:gathered_attention",
         "api.py:diff_attention",
     ]

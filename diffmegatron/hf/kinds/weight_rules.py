@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .layer import Heads
+    from diffmegatron.attention.kinds.layer import Heads
 
 Shapes = Mapping[str, tuple[int, ...]]
 Rearrange = Callable[..., tuple["Tensor", ...]]
@@ -130,3 +132,11 @@ def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRu
     """Return the rule of the output projection, which is copied without changes."""
     shape = (hidden_size, heads.output_channels)
     return same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", shape)
+
+
+def lambda_vectors(ours: str, theirs: str, head_dim: int) -> list[WeightRule]:
+    """Return the rules of the four lambda vectors of DIFF V1, which are copied without changes."""
+    return [
+        same(f"{ours}.{name}", f"{theirs}.{name}", (head_dim,), keep_fp32=True)
+        for name in LAMBDA_VECTORS
+    ]

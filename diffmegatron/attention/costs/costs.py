@@ -1,0 +1,162 @@
+"""Estimated costs of a layer, from its heads, its parameters and its operation."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from diffmegatron.attention.costs.layer_run import LayerRun
+from diffmegatron.attention.kernels.costs import FLOAT32, Sizes, ring_saved
+from diffmegatron.attention.kernels.registry import BACKENDS, DIFFERENTIAL
+from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.layer import HEAD_NORM, QK_NORMS
+
+Kind = TypeVar("Kind", bound=AttentionKind)
+
+
+class Costs(Generic[Kind]):
+    """Costs of a layer of one kind of attention.
+
+    The methods of this class assume that ``forward`` calls the kind's operation once, with the
+    heads of ``heads``. If the output has other channels than the queries, ``forward`` is assumed to
+    subtract heads as DIFF V2 does, with a float32 lambda per token and head.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def products(self) -> int:
+        """Return the minimum multiply-adds per (query, key) pair of a layer's forward pass.
+
+        A score costs d multiply-adds in each query head. The weighted sum of the values costs d in
+        each query head, or with two maps 2d in each signal head, whose maps are subtracted first.
+        """
+        heads, has_two_maps = self.kind.heads, self.kind.operation == "differential"
+        sums = heads.output_channels if has_two_maps else heads.query_channels
+        return heads.query_channels + sums
+
+    def own_products(self, hidden_size: int) -> float:
+        """Return the multiply-adds per token of the matrices that the kind declares."""
+        own = self.kind.parameters(hidden_size)
+        return sum(math.prod(each.shape) for each in own if each.role == "matrix")
+
+    def work(self, backend: str, *, deterministic: bool = False) -> tuple[int, int]:
+        """Return a backend's multiply-adds per (query, visible key) pair: forward and backward.
+
+        ``deterministic`` makes the backward pass sum in a fixed order, which can cost more.
+        """
+        sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
+        return BACKENDS[self.kind.operation][backend].work(sizes)
+
+    def kernel_sizes(self, element: int, keys: float) -> Sizes:
+        """Return the sizes of the operation; ``element`` and ``keys`` are those of `LayerRun`."""
+        heads, d = self.kind.heads, self.kind.head_dim
+        if self.kind.operation == "softmax":
+            return Sizes(element, d, heads.queries, 0, heads.keys, keys)
+        signal = heads.output_channels // (2 * d)
+        return Sizes(element, d, signal, heads.queries - signal, heads.keys // 2, keys)
+
+    def saved_bytes(self, run: LayerRun) -> tuple[float, float]:
+        """Return the bytes per token that all heads of a layer save for the backward pass.
+
+        The first number counts q, k, v and the input of the output projection. The second number
+        counts the tensors in between, which selective recomputation computes again.
+        """
+        has_two_maps = self.kind.operation == "differential"
+        inputs, core = self._two_maps_bytes(run) if has_two_maps else self._softmax_bytes(run)
+        if self._declares(QK_NORMS[0]):
+            inputs += self._norm_bytes(run)
+        return inputs + run.element * self.kind.heads.output_channels, core
+
+    def kv_cache_bytes(self, element: int) -> int:
+        """Return the bytes per token of a layer's key-value cache; ``element`` as in `LayerRun`."""
+        return 2 * self.kind.heads.key_channels * element
+
+    def _declares(self, name: str) -> bool:
+        return any(each.name == name for each in self.kind.parameters(1))
+
+    def _norm_bytes(self, run: LayerRun) -> float:
+        """Return the bytes that the norms of queries and keys save.
+
+        They save a float32 per head. On a CPU they also save their normalised input in float32, and
+        in bf16 runs a float32 copy of their input.
+        """
+        heads = self.kind.heads
+        saved = FLOAT32 * (heads.queries + heads.keys)
+        if run.device == "cpu":
+            channels = heads.query_channels + heads.key_channels
+            saved += FLOAT32 * channels * (2 if run.element < FLOAT32 else 1)
+        return saved
+
+    def _softmax_bytes(self, run: LayerRun) -> tuple[float, float]:
+        heads = self.kind.heads
+        inputs, core = run.softmax_bytes(heads)
+        if heads.output_channels != heads.query_channels:
+            # The subtraction saves lambda, and the outputs of all query heads. The output
+            # projection saves the difference.
+            signal = heads.output_channels // heads.head_dim
+            core += run.element * heads.query_channels + FLOAT32 * signal
+        if self._declares(HEAD_NORM):
+            # The output projection saves the norm's output, so the kernel's output is an additional
+            # tensor. The norm saves a float32 per head, and its input in float32 if the kernel's
+            # output is narrower. On a CPU it also saves its normalised input.
+            is_narrow, is_unfused = run.element < FLOAT32, run.device == "cpu"
+            core += run.element * heads.query_channels + FLOAT32 * heads.queries
+            core += FLOAT32 * heads.query_channels * (is_narrow + is_unfused)
+        return inputs, core
+
+    def _two_maps_bytes(self, run: LayerRun) -> tuple[float, float]:
+        heads, sizes = self.kind.heads, self.kernel_sizes(run.element, run.keys)
+        outputs, backend = heads.output_channels, DIFFERENTIAL[run.backend]
+        if run.communication == "ring":
+            core, saves_result, fuses_norm = float(ring_saved(sizes)), True, False
+        else:
+            core, saves_result = backend.saved(sizes), backend.saves_result
+            fuses_norm = backend.fuses_norm and not sizes.is_grouped
+        if saves_result:
+            core += run.element * outputs
+        if self._declares(HEAD_NORM) and not fuses_norm:
+            # The norm saves its float32 input and one float32 per head. On a CPU it also saves its
+            # normalised input.
+            copies = 2 if run.device == "cpu" else 1
+            core += FLOAT32 * (outputs * copies + sizes.signal_heads)
+        inputs = run.element * heads.query_channels
+        if run.recomputes_core:
+            # Recomputation saves v, a view that keeps all of linear_qkv's output in memory.
+            inputs += run.element * (heads.query_channels + 2 * heads.key_channels)
+        return inputs + self._key_value_bytes(run, sizes), core
+
+    def _key_value_bytes(self, run: LayerRun, sizes: Sizes) -> float:
+        """Return the bytes of the keys and values that differential attention saves."""
+        heads, backend = self.kind.heads, DIFFERENTIAL[run.backend]
+        keys = run.element * heads.key_channels
+        if run.communication == "ring" or backend.saves_values:
+            return 2 * keys * run.key_shards
+        if run.has_mask and backend.saves_bias and sizes.signal_heads > sizes.kv_heads:
+            # This backend calls torch's attention twice per map, each time with one half of the
+            # value. Each call copies a key and half a value, both of width d, for every query head.
+            return 4 * run.element * heads.query_channels * run.keys_per_query
+        # Keys are saved once per key shard. Each call copies its values: in total `keys_per_query`
+        # values per token of this rank. `Backend.saved` already counts one of these values.
+        saved = keys * (run.key_shards + run.keys_per_query - 1)
+        # With context parallelism, the saved keys are views of a received tensor that also has the
+        # values, and keep this tensor in memory.
+        return saved if run.communication is None else saved + keys * run.key_shards
+
+
+COSTS: dict[type[AttentionKind], type[Costs[Any]]] = {}
+OwnCosts = TypeVar("OwnCosts", bound=type[Costs[Any]])
+
+
+def register_costs(kind: type[AttentionKind]) -> Callable[[OwnCosts], OwnCosts]:
+    """Return a decorator that registers the costs of exactly this class of attention."""
+
+    def register(costs: OwnCosts) -> OwnCosts:
+        COSTS[kind] = costs
+        return costs
+
+    return register
+
+
+def costs_of(kind: AttentionKind) -> Costs[Any]:
+    """Return the registered costs of a kind, or the default of `Costs`."""
+    return COSTS.get(type(kind), Costs)(kind)

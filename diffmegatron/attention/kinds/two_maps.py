@@ -1,0 +1,130 @@
+"""The differential attention of two softmax maps whose values are twice as wide as their queries.
+
+    [Q1; Q2] = X W_Q    [K1; K2] = X W_K    V = X W_V
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+    DiffAttn_n(X) = (softmax(Q1_n K1^T / sqrt(d)) - lambda softmax(Q2_m K2^T / sqrt(d))) V
+    head_n = (1 - lambda_init) RMSNorm(DiffAttn_n(X))
+
+X is the input of the attention, [tokens, hidden_size]. Per head, Q1, Q2, K1 and K2 are [tokens, d],
+and V is [tokens, 2d]. Signal head n and noise head m = n // r belong together, where r is the
+number of signal heads per noise head. lambda_q1, lambda_k1, lambda_q2 and lambda_k2 are trained
+vectors [d] of the layer. By default lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l, counted
+from 1.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+from typing_extensions import override
+
+from diffmegatron.attention.kernels.registry import Operation
+from diffmegatron.section import FREE
+
+from .kind import AttentionKind
+from .lambda_init import LambdaInit
+from .layer import HEAD_NORM, Constant, Context, Heads, Layer, Parameter, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+class TwoMaps(AttentionKind):
+    """Layout of ``num_heads`` differential heads with two maps and an output of width 2d.
+
+    Each of the ``num_kv_heads`` key-value heads has two keys of width d and a value of width 2d.
+    """
+
+    @property
+    def heads(self) -> Heads:
+        """Layout of the heads in ``linear_qkv``: one block per key-value head.
+
+        A block begins with the query heads of the first map, their key, and the first half of the
+        value. The noise heads, their key, and the second half of the value follow.
+        """
+        counts = (self.num_heads, self.num_heads // self.ratio)
+        signal, noise = (count // self.num_kv_heads for count in counts)
+        rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
+        return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
+
+
+def split_maps(
+    query: "Tensor", key: "Tensor", value: "Tensor", ratio: int = 1
+) -> tuple["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"]:
+    """Return q1, k1, q2, k2 and v from the heads of this rank in the layout of `TwoMaps`.
+
+    q1 is [b, s, h, d], q2 is [b, s, h / r, d], k1 and k2 are [b, s, h_kv, d], and v is
+    [b, s, h_kv, 2d]. On this rank, h is the number of signal heads, and h_kv the number of
+    key-value heads. r is ``ratio``.
+    """
+    blocks = key.shape[2] // 2
+    noise = query.shape[2] // blocks // (ratio + 1)
+    q1, q2 = query.unflatten(2, (blocks, -1)).split([ratio * noise, noise], dim=3)
+    q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
+    if ratio > 1:
+        # Copy the noise heads, because a view of them would keep the signal heads in memory.
+        q2 = q2.contiguous()
+    k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
+    v = value.unflatten(2, (blocks, 2)).flatten(3)
+    return q1, k1, q2, k2, v
+
+
+class VectorLambda(TwoMaps):
+    """Two maps with one lambda per layer, computed from four trained vectors.
+
+    ``lambda_std`` is the standard deviation of the initial lambda vectors; its default is from the
+    code of DIFF V1's authors. ``headwise_norm`` applies an RMSNorm to each head's output. All heads
+    share the norm's weight [2d].
+    """
+
+    lambda_init: LambdaInit = LambdaInit()
+    lambda_std: Annotated[float, Field(ge=0), FREE] = 0.1
+    headwise_norm: bool = True
+
+    operation: ClassVar[Operation] = "differential"
+
+    def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight."""
+        # Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
+        vectors = [
+            Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
+            for name in LAMBDA_VECTORS
+        ]
+        norm = Parameter(HEAD_NORM, (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
+        return (*vectors, norm) if self.headwise_norm else tuple(vectors)
+
+    @override
+    def current_lambda(self, layer: Layer) -> "Tensor":
+        vectors = (layer.parameter(name) for name in LAMBDA_VECTORS)
+        return vector_lambda(vectors, self.lambda_init.of_layer(layer.layer_number))
+
+    def forward(
+        self,
+        layer: Layer,
+        context: Context,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        from_hidden: "Tensor | None",
+    ) -> "Tensor":
+        """Return (1 - lambda_init) RMSNorm(DiffAttn(X)), [b, s, heads of this rank, 2d].
+
+        Without ``headwise_norm``, return DiffAttn(X).
+        """
+        from diffmegatron.attention.kernels.api import HeadwiseNorm
+
+        maps = split_maps(query, key, value, self.ratio)
+        lambda_ = self.current_lambda(layer)
+        norm = None
+        if self.headwise_norm:
+            scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
+            norm = HeadwiseNorm(layer.parameter(HEAD_NORM), layer.norm_eps, scale)
+        return context.diff_attention(*maps, lambda_=lambda_, norm=norm)
+
+
+def vector_lambda(vectors: "Iterable[Tensor]", lambda_init: float) -> "Tensor":
+    """Return exp(q1 . k1) - exp(q2 . k2) + ``lambda_init`` of the vectors q1, k1, q2 and k2 [d]."""
+    q1, k1, q2, k2 = vectors
+    return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init
