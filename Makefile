@@ -5,15 +5,25 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-bench constraints lint clean
+.PHONY: install quickstart test test-profile test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-bench constraints lint clean
 
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	$(BIN)/diffmegatron quickstart
 
+# Every save waits for the disk, except in memory. Tests need some 2 GB for files there.
+MEMORY := $(shell [ "$$(df --output=avail -k /dev/shm 2>/dev/null | tail -1)" -gt 4000000 ] 2>/dev/null && echo TMPDIR=/dev/shm)
+PYTEST := $(MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The longest files come first (docs/results/tests.json), so that no worker waits at the end.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(PYTEST) $(WORKERS) --durations=10
+
+# CPU seconds by file and cause, for docs/design/tests.md and for the order of the files.
+test-profile: $(VENV)/.installed
+	$(PYTEST:pytest=tests.costs) $(WORKERS)
 
 # What is decided without training a step: layering, recipes, plans, checkpoints, order of samples.
 FAST := $(addprefix tests/unit/, attempts attention/context_parallel attention/kernels checkpoint config \
@@ -21,7 +31,7 @@ FAST := $(addprefix tests/unit/, attempts attention/context_parallel attention/k
 	plan test_architecture.py test_files.py test_links.py test_words.py)
 
 test-fast: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST)
+	$(PYTEST) $(WORKERS) $(FAST)
 
 # What can depend on the versions of Python and of libraries, in about a third of the time of all tests.
 VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v2.py \
@@ -29,7 +39,7 @@ VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v
 	tests/recovery/test_resume.py tests/end_to_end/test_quickstart.py
 
 test-versions: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(VERSIONS)
+	$(PYTEST) $(WORKERS) $(VERSIONS)
 
 # Transformer Engine's Python files, 2 MB read of a wheel of 729 MB, beside the environment and not in it:
 # TRANSFORMER_ENGINE_PYTHON=.transformer_engine make test

@@ -1,5 +1,6 @@
 """Fixtures that several test folders use: a small corpus, and recipes that train on it."""
 
+import json
 import random
 import signal
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.prepare.prepare import prepare
 from tests import forks
 from tests.deprecations import raise_on_deprecations
+from tests.paths import RESULTS
 
 TINY = """
 run_dir: {run_dir}
@@ -71,6 +73,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        # The workers take files in this order. If the longest came last, one worker would wait.
+        seconds = json.loads((RESULTS / "tests.json").read_text())["wall"]
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
     if config.getoption("--long"):
         for item in items:
             item.add_marker(pytest.mark.timeout(0))

@@ -71,3 +71,9 @@ def close_folder() -> None:
     with suppress(FileNotFoundError, ProcessLookupError):
         os.kill(int((folder / "server").read_text()), signal.SIGTERM)
     shutil.rmtree(folder)
+
+
+def used_seconds() -> list[str]:
+    """Return a line per ended fork: its CPU seconds and the name of the test that started it."""
+    path = Path(os.environ[FOLDER]) / "used"
+    return path.read_text().splitlines() if path.exists() else []

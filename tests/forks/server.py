@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -13,7 +14,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import diffmegatron.cli
 import diffmegatron.evaluation.evaluate
@@ -22,6 +23,15 @@ import diffmegatron.training.trainer  # noqa: F401
 from diffmegatron.optim.zero import import_deepspeed
 
 MAX_REQUEST = 1 << 20
+# Modules that a run imports while it builds its network and its optimizer.
+OF_A_RUN = (
+    "megatron.core.transformer.moe.experts",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.utils.pin_memory",
+    "torch._subclasses.schema_check_mode",
+    "diffmegatron.attention.kernels.pytorch.blocked",
+)
 # Seconds between checks whether pytest has died without ending this process.
 CHECK = 5
 
@@ -29,6 +39,9 @@ CHECK = 5
 def main() -> None:
     folder = Path(sys.argv[1])
     import_deepspeed()
+    for module in OF_A_RUN:
+        with suppress(ImportError):  # Other versions of the libraries have other modules.
+            importlib.import_module(module)
     # The forks do not collect frozen objects, so the memory of the imported modules stays shared.
     gc.freeze()
     request = serve(folder)
@@ -66,24 +79,31 @@ def serve(folder: Path) -> dict[str, Any] | None:
     (folder / "starting").rename(folder / "socket")
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
+    log = (folder / "used").open("a", buffering=1)
     while owner.exists():
         for key, _ in selector.select(CHECK):
             if key.fileobj is not listener:
                 key.data()
-            elif (request := fork(listener.accept()[0], selector)) is not None:
+            elif (request := fork(listener.accept()[0], selector, log)) is not None:
                 return request
     return None
 
 
-def fork(client: socket.socket, selector: selectors.BaseSelector) -> dict[str, Any] | None:
-    """Fork; return the client's request in the fork, and None in the server."""
+def fork(
+    client: socket.socket, selector: selectors.BaseSelector, log: TextIO
+) -> dict[str, Any] | None:
+    """Fork; return the client's request in the fork, and None in the server.
+
+    When the fork ends, write its CPU seconds and the name of the test that started it to ``log``.
+    """
     message, files, _, _ = socket.recv_fds(client, MAX_REQUEST, 3)
     if not message:  # The client has been killed.
         client.close()
         return None
+    request = json.loads(message)
+    test = request["environment"].get("PYTEST_CURRENT_TEST", "")
     process = os.fork()
     if process == 0:
-        request = json.loads(message)
         become(request, files)
         return request
     for file in files:
@@ -91,7 +111,8 @@ def fork(client: socket.socket, selector: selectors.BaseSelector) -> dict[str, A
     end = os.pidfd_open(process)
 
     def report() -> None:
-        _, status = os.waitpid(process, 0)
+        _, status, used = os.wait4(process, 0)
+        log.write(f"{used.ru_utime + used.ru_stime:.2f} {test}\n")
         with suppress(BrokenPipeError):
             client.send(str(status).encode())
         selector.unregister(end)
