@@ -47,6 +47,8 @@ CL100K_SPECIAL_TOKENS = {
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
 _MAX_ID = 1 << 31
 SEARCH_VARIABLE = "DIFFMEGATRON_TIKTOKEN"
+# Replacements of published tokenizers hardly lengthen a text.
+_MAX_GROWTH = 1000
 # The tokenizers library takes some hundred bytes of memory per byte of a text, and more time per
 # byte for longer texts. Texts of more than so many characters are therefore encoded in pieces.
 _LONG = 1 << 16
@@ -193,6 +195,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 " and ".join(disabled),
                 format_path(self.folder / "tokenizer.json"),
             )
+        _check_growth(self._tokenizer, self.folder / "tokenizer.json")
         # With True, the library encodes text that looks like a special token as ordinary text.
         self._tokenizer.encode_special_tokens = True
         end = self._tokenizer.token_to_id(token) if token else None
@@ -242,6 +245,23 @@ class HuggingFaceTokenizer(Tokenizer):
     @override
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def _check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Refuse replacements that together can lengthen a text so much that encoding never ends."""
+    if tokenizer.normalizer is None:
+        return
+    described = json.loads(tokenizer.normalizer.__getstate__())
+    growth = 1.0
+    for each in described.get("normalizers", [described]):
+        if each["type"] == "Replace":
+            replaced = len(each["pattern"].get("String", "")) or 1
+            growth *= max(1.0, len(each["content"]) / replaced)
+    if growth > _MAX_GROWTH:
+        raise UserError(
+            f"the normalizer of {format_path(path)} can lengthen a text {growth:g} times, more "
+            f"than {_MAX_GROWTH} times; shorten its replacements"
+        )
 
 
 def _is_split_at_lines(tokenizer: tokenizers.Tokenizer) -> bool:

@@ -36,13 +36,13 @@ from lm_eval.models.utils import (
 )
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import AutoTokenizer
 from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation.requests import Generation, Request, Scoring
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
+from diffmegatron.hf.chat_template import load_exported
 from diffmegatron.parallel.launcher import read_launch
 
 # Bootstrap resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which
@@ -242,9 +242,7 @@ class Encoder(TemplateLM):
     def __init__(self, target: Target) -> None:
         super().__init__()
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                target.folder, local_files_only=True, trust_remote_code=False
-            )
+            self.tokenizer: Any = load_exported(target.folder)
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
                 f"{format_path(target.folder)} has no tokenizer that transformers can load: "

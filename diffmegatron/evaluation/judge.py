@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field
-from transformers import AutoTokenizer
 from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
@@ -26,6 +25,7 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import format_path, parse_json, shorten
+from diffmegatron.hf.chat_template import load_exported
 
 # Seconds before the first and the second repetition of a failed request.
 _PAUSES = (1.0, 5.0)
@@ -125,9 +125,7 @@ class _Folder(Judge):
     def _tokenizer(self) -> Any:
         folder = self._model.target.folder
         try:
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            return load_exported(folder)
         except Exception as error:  # transformers raises errors of any type here.
             raise UserError(
                 f"{format_path(folder)} has no usable tokenizer: {shorten(str(error))}"

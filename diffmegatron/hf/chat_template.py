@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import segments
-from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
+from diffmegatron.data.tokenizers import CHAT_END, CHAT_START, encode_whole_texts
 from diffmegatron.data.tokenizers import Tokenizer as TrainingTokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
@@ -58,7 +58,13 @@ def split_responses(tokenizer: Tokenizer) -> None:
 
 def load_exported(directory: Path) -> Any:
     """Load an export's tokenizer with ``AutoTokenizer``, without running code from the folder."""
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    loaded = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+    if loaded.is_fast:
+        # transformers turns off truncation and padding for each text, but not BPE's dropout.
+        encode_whole_texts(loaded.backend_tokenizer)
+    return loaded
 
 
 def check_chat(tokenizer: TrainingTokenizer, directory: Path, before_response: str = "") -> None:

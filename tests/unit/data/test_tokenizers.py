@@ -24,6 +24,7 @@ from diffmegatron.data.tokenizers import (
     load_tokenizer,
 )
 from diffmegatron.errors import UserError
+from diffmegatron.hf.chat_template import load_exported
 from tests.paths import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -247,6 +248,8 @@ def test_settings_for_batches_and_augmentation_are_not_applied(
     assert load_tokenizer(str(folder)).encode(text).tolist() == expected
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("truncation and padding and dropout of")
+    exported = load_exported(folder)
+    assert exported(text, add_special_tokens=False)["input_ids"] == expected
     # A tokenizer of the other kind that samples has no BPE dropout.
     sampling = tokenizers.models.Unigram([("h", -1.0), ("e", -1.0), ("he", -1.0)], alpha=0.1)
     unigram = tokenizers.Tokenizer(sampling)
@@ -264,6 +267,18 @@ def test_errors_of_the_library_are_one_sentence(folder: Path) -> None:
         load_tokenizer(str(folder)).encode(4_000 * "a" + "b")
     with pytest.raises(KeyboardInterrupt), explain_library_errors():
         raise KeyboardInterrupt
+
+
+def test_a_normalizer_that_lengthens_texts_without_end_is_refused(folder: Path) -> None:
+    doubled = tokenizers.normalizers.Replace("a", "aa")
+    for number, is_refused in ((9, False), (40, True)):
+        built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        built.normalizer = tokenizers.normalizers.Sequence(number * [doubled])
+        built.save(str(folder / "tokenizer.json"))
+        if not is_refused:
+            assert len(load_tokenizer(str(folder)).encode("a")) == 2**number
+    with pytest.raises(UserError, match=r"can lengthen a text 1.09951e\+12 times, more than 1000"):
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("kind", ["Hugging Face", "tiktoken"])
