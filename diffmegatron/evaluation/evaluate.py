@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -83,8 +83,18 @@ def evaluate(
             for target in targets
         }
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
+        kind = VllmModel if computing.engine == "vllm" else Model
+        for suite in suites if len(targets) > 1 else ():
+            rounds = (suite.rounds(items[suite.name, target.name]) for target in targets)
+            for each in zip(*rounds, strict=True):
+                for target, of_round in zip(targets, each, strict=True):
+                    of_suite = items[suite.name, target.name]
+                    model = kind(target, computing)
+                    with _open_records(suite, of_suite, model, out, ranks) as file:
+                        fitting, _ = _divide(of_round, target)
+                        _score_items(suite, model, fitting, file, ranks, suite.passes[0])
         for target in targets:
-            model = (VllmModel if computing.engine == "vllm" else Model)(target, computing)
+            model = kind(target, computing)
             for suite in suites:
                 of_suite = items[suite.name, target.name]
                 measured[suite.name][target.name] = _run(suite, of_suite, model, out, ranks)
@@ -147,8 +157,12 @@ def _items(suite: Suite, target: Target) -> Sequence[Item]:
     return items
 
 
-def _run(suite: Suite, items: Sequence[Item], model: Model, out: Path, ranks: Ranks) -> Measured:
-    target, measured = model.target, Measured()
+@contextmanager
+def _open_records(
+    suite: Suite, items: Sequence[Item], model: Model, out: Path, ranks: Ranks
+) -> Iterator[SharedRecords]:
+    """Open the records of a suite and a target, and check those of an earlier evaluation."""
+    target = model.target
     header = {
         "suite": suite.name,
         "settings": suite.model_dump(mode="json", exclude=set(suite.follow_up_settings)),
@@ -161,10 +175,21 @@ def _run(suite: Suite, items: Sequence[Item], model: Model, out: Path, ranks: Ra
     with SharedRecords(out / suite.name / f"{target.name}.jsonl", header, ranks) as file:
         # Check the records of an earlier evaluation before scoring, which may take hours.
         check_records(file.records.values(), suite.means)
-        # Reading `target.context` may export a checkpoint, so skip it if `tokens` is 0.
-        long = [item for item in items if item.tokens and item.tokens > target.context]
-        too_long = {item.key for item in long}
-        fitting = [item for item in items if item.key not in too_long]
+        yield file
+
+
+def _divide(items: Sequence[Item], target: Target) -> tuple[list[Item], list[Item]]:
+    """Return the items that fit the target's context, and those that are too long."""
+    # Reading `target.context` may export a checkpoint, so skip it if `tokens` is 0.
+    long = [item for item in items if item.tokens and item.tokens > target.context]
+    too_long = {item.key for item in long}
+    return [item for item in items if item.key not in too_long], long
+
+
+def _run(suite: Suite, items: Sequence[Item], model: Model, out: Path, ranks: Ranks) -> Measured:
+    target, measured = model.target, Measured()
+    with _open_records(suite, items, model, out, ranks) as file:
+        fitting, long = _divide(items, target)
         _score_items(suite, model, fitting, file, ranks, suite.passes[0])
         if long:
             measured.remarks.append(

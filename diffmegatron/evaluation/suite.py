@@ -140,6 +140,13 @@ class Suite(Section, ABC):
     def items(self, target: "Target") -> Sequence[Item]:
         """Return the items for a target, always in the same order."""
 
+    def rounds(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
+        """Return groups of items that all targets must score before the next group begins.
+
+        Items in no group are scored target by target.
+        """
+        return ()
+
     def follow_ups(self, target: "Target", records: Records) -> Sequence[Item]:
         """Return further items to score, which may depend on the records of all items."""
         return ()

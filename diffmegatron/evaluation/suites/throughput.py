@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -62,6 +62,11 @@ class Throughput(Suite):
             for phase in _PHASES
             for number in range(self.repetitions)
         ]
+
+    @override
+    def rounds(self, items: Sequence[Item]) -> list[Sequence[Item]]:
+        """Return the repetitions, so that other work on the machine slows down all targets."""
+        return [items[number :: self.repetitions] for number in range(self.repetitions)]
 
     @override
     def score(self, model: Model, item: Item) -> Record:

@@ -285,6 +285,25 @@ def test_throughput_counts_tokens_and_reuses_its_records(folder, tmp_path):
     assert again == found
 
 
+def test_a_busy_machine_does_not_decide_between_equal_targets(folder, tmp_path, monkeypatch):
+    """Check the difference of two equal targets if the second half of all timings is slower."""
+    shutil.copytree(folder / "plain", tmp_path / "other")
+    calls = []
+
+    def score(self, model, item):
+        calls.append(model.target.name)
+        seconds = 0.01 if len(calls) <= 12 else 0.05
+        return {"phase": item.content, "tokens": 16, "seconds": seconds, "peak_bytes": 1}
+
+    monkeypatch.setattr(Throughput, "score", score)
+    settings = [f"throughput.{each}" for each in ("context=16", "decoded=4", "repetitions=4")]
+    targets = [folder / "plain", tmp_path / "other"]
+    found = run(targets, "throughput", tmp_path / "out", *settings)
+    assert calls == (["plain"] * 3 + ["other"] * 3) * 4
+    (difference,) = found["measures"]["prefill, tokens/s"]["differences"].values()
+    assert difference["low"] <= 0 <= difference["high"]
+
+
 def test_throughput_refuses_to_decode_beyond_the_context(folder, tmp_path):
     settings = ("throughput.context=16", "throughput.decoded=16")
     with pytest.raises(UserError, match=r"throughput\.decoded is 16 and throughput\.context 16"):
