@@ -10,13 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffmegatron.evaluation.conclusions import FEW_ITEMS, conclusions
+
 # Header and rows of a table.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 _STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left; font-weight: normal; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { border: 1px solid #8888; padding: .25rem .6rem; text-align: left; font-weight: normal; }
 thead th { font-weight: bold; }
 td, thead th + th { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; }
@@ -29,21 +32,30 @@ _NOTE = (
     "paper's numbers are of other models, texts and lengths."
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
-
-# For n normally distributed items, the ends of a 95% bootstrap interval are
-# 1.96 * sqrt((n - 1) / n) standard errors from the mean. If n < 10, the interval contains the true
-# mean with a probability below 90% (Student's t distribution).
-_FEW_ITEMS = 10
 _NOTE_ON_FEW = (
-    f"A measure with * has fewer than {_FEW_ITEMS} items of a target, so its interval is too "
+    f"A measure with * has fewer than {FEW_ITEMS} items of a target, so its interval is too "
     "narrow; measure more items."
 )
+_NOTE_ON_CONCLUSIONS = (
+    "Better and worse: the 95% interval of the paired difference lies on one side of 0. Each "
+    "target is one trained model, and the interval covers only the choice of items. So the "
+    "conclusion is about these models. A statement about kinds of attention needs several seeds."
+)
 _MOST_DECIMALS = 6
+# Number of rows of an HTML table that are not folded.
+_MOST_ROWS = 6
+# Name of the picture of the conclusions in `pictures`, and of its file without suffix.
+CONCLUSION = "conclusion"
 
 
 def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     """Return the report as Markdown with links to the pictures ``SUITE.png``."""
     parts = ["# Evaluation", *_introduction(outcome), markdown_table(_targets(outcome))]
+    if (compared := _conclusions(outcome))[1]:
+        conclusion = ["## Conclusion", markdown_table(compared), _NOTE_ON_CONCLUSIONS]
+        if CONCLUSION in pictures:
+            conclusion.append(f"![paired differences by suite]({CONCLUSION}.png)")
+        parts[1:1] = conclusion
     for name, suite in outcome["suites"].items():
         parts += [f"## {suite['title']} (`{name}`)", suite["description"]]
         parts += [markdown_table(table) for table in _tables(suite, list(outcome["targets"]))]
@@ -59,16 +71,20 @@ def to_markdown(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> st
 def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     """Return the report as one HTML file that contains the pictures."""
     parts = ["<h1>Evaluation</h1>"]
+    if (compared := _conclusions(outcome))[1]:
+        parts += ["<h2>Conclusion</h2>", _html_table(compared)]
+        parts.append(f"<p>{html.escape(_NOTE_ON_CONCLUSIONS)}</p>")
+        if CONCLUSION in pictures:
+            parts.append(_html_picture("paired differences by suite", pictures[CONCLUSION]))
     parts += [f"<p>{html.escape(line)}</p>" for line in _introduction(outcome)]
     parts.append(_html_table(_targets(outcome)))
     for name, suite in outcome["suites"].items():
         parts.append(f"<h2>{html.escape(suite['title'])} (<code>{name}</code>)</h2>")
         parts.append(f"<p>{html.escape(suite['description'])}</p>")
-        parts += [_html_table(table) for table in _tables(suite, list(outcome["targets"]))]
+        for table in _tables(suite, list(outcome["targets"])):
+            parts += _folded_html_tables(table)
         if name in pictures:
-            data = base64.b64encode(pictures[name]).decode()
-            alt = html.escape(_finding(suite))
-            parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
+            parts.append(_html_picture(_finding(suite), pictures[name]))
         parts += [f"<p>{line}</p>" for line in _items(suite)]
         parts.append(f"<p>Settings: <code>{html.escape(_settings(suite))}</code></p>")
         if suite["not_run"]:
@@ -110,13 +126,40 @@ def _introduction(outcome: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(outcome: Mapping[str, Any]) -> Table:
-    keys = ("path", "model_type", "context", "dtype", "weights")
     rows = []
     for name, each in outcome["targets"].items():
-        *cells, weights = ("" if each.get(key) is None else str(each[key]) for key in keys)
+        *cells, weights = (_cell(each.get(key)) for key in _TARGET_COLUMNS)
         # The first 12 digits of a hash suffice to distinguish models.
         rows.append((name, *cells, weights[:12]))
-    return ("target", *keys[:-1], "hash of weights"), rows
+    return ("target", *_TARGET_COLUMNS.values()), rows
+
+
+_TARGET_COLUMNS = {
+    "path": "path",
+    "model_type": "model_type",
+    "parameters": "parameters",
+    "tokens": "trained tokens",
+    "seed": "seed",
+    "context": "context",
+    "dtype": "dtype",
+    "weights": "hash of weights",
+}
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _conclusions(outcome: Mapping[str, Any]) -> Table:
+    first = next(iter(outcome["targets"]))
+    rows = []
+    for each in conclusions(outcome):
+        shown = _estimate(each.difference, _decimals([each.difference]), "+")
+        name = f"{each.measure} {_ARROWS[each.direction]}"
+        rows.append((each.suite, each.target, each.finding, shown, name))
+    return ("suite", "target", "conclusion", f"difference to {first}", "measure"), rows
 
 
 def _tables(suite: Mapping[str, Any], targets: Sequence[str]) -> list[Table]:
@@ -154,7 +197,7 @@ def _name(suite: Mapping[str, Any], measure: str) -> str:
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
     return any(
-        each is not None and each["items"] < _FEW_ITEMS for each in measure["targets"].values()
+        each is not None and each["items"] < FEW_ITEMS for each in measure["targets"].values()
     )
 
 
@@ -229,6 +272,26 @@ def _published(found: Mapping[str, Any] | None) -> str:
 
 def _settings(suite: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in suite["settings"].items())
+
+
+def _html_picture(alt: str, content: bytes) -> str:
+    data = base64.b64encode(content).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+
+
+def _folded_html_tables(table: Table) -> list[str]:
+    """Return a table; of a long one, only rows with an arrow (or the first rows) are unfolded."""
+    header, rows = table
+    if len(rows) <= _MOST_ROWS:
+        return [_html_table(table)]
+    directed = [row for row in rows if row[0].rstrip("*").endswith(tuple(_ARROWS.values()))]
+    shown = directed[:_MOST_ROWS] or rows[:_MOST_ROWS]
+    others = [row for row in rows if row not in shown]
+    summary = f"<summary>{len(others)} more rows</summary>"
+    return [
+        _html_table((header, shown)),
+        f"<details>{summary}{_html_table((header, others))}</details>",
+    ]
 
 
 def markdown_table(table: Table) -> str:

@@ -14,13 +14,17 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from diffmegatron.checkpoint.checkpoint_format import read_recipe
+from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
 from diffmegatron.evaluation.bootstrap import difference, estimate
+from diffmegatron.evaluation.conclusions import conclusions, draw_conclusions
 from diffmegatron.evaluation.evaluate_settings import Computing
-from diffmegatron.evaluation.report_pages import to_html, to_markdown
+from diffmegatron.evaluation.report_pages import CONCLUSION, to_html, to_markdown
 from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import explain_os_errors, format_path, write_durably, write_picture
+from diffmegatron.model.accounting.parameters import count_parameters
 
 REPORT = "report.html"
 
@@ -60,6 +64,12 @@ def write_results(
             if records and suite.draw(figure, records):
                 write_picture(path, figure)
                 pictures[suite.name] = path.read_bytes()
+        compared = conclusions(outcome)
+        figure = Figure(figsize=(7.5, 1.2 + 0.35 * len(compared)), layout="constrained")
+        FigureCanvasAgg(figure)
+        if draw_conclusions(figure, compared, targets[0].name):
+            write_picture(out / f"{CONCLUSION}.png", figure)
+            pictures[CONCLUSION] = (out / f"{CONCLUSION}.png").read_bytes()
         text = json.dumps(outcome, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_durably(out / "results.json", text.encode())
         write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
@@ -81,7 +91,14 @@ def _provenance(computing: Computing) -> dict[str, Any]:
 
 def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
     """Describe a target for the report; ``computing`` is None if no suite used the network."""
-    described = {"path": str(target.path), "weights": target.fingerprint}
+    described: dict[str, Any] = {"path": str(target.path), "weights": target.fingerprint}
+    if target.checkpoint is not None:
+        recipe, step = read_recipe(target.checkpoint), read_manifest(target.checkpoint).step
+        described |= {
+            "parameters": count_parameters(recipe.model).total,
+            "tokens": step * recipe.training.tokens_per_step,
+            "seed": recipe.training.seed,
+        }
     if computing is None:
         return described
     return described | {

@@ -80,6 +80,55 @@ def test_arrows_point_to_better_values():
     assert "| share |" in report
 
 
+def compared(low: float, high: float, *, items: int = 64) -> dict:
+    """Return a measure of the targets ``a`` and ``b`` whose difference has these ends."""
+    difference = {"value": (low + high) / 2, "low": low, "high": high, "items": items}
+    targets = {"a": estimate(2.0, 0.2, items), "b": estimate(2.0 + (low + high) / 2, 0.2, items)}
+    return {"targets": targets, "differences": {"b": difference}}
+
+
+@pytest.mark.parametrize(
+    ("better", "ends", "items", "finding"),
+    [
+        ("lower", (-0.3, -0.1), 64, "better"),
+        ("higher", (-0.3, -0.1), 64, "worse"),
+        ("lower", (0.1, 0.3), 64, "worse"),
+        ("higher", (0.1, 0.3), 64, "better"),
+        ("lower", (-0.1, 0.3), 64, "undecided"),
+        ("lower", (-0.3, 0.0), 64, "undecided"),
+        ("lower", (-0.3, -0.1), 9, "undecided"),
+    ],
+)
+def test_the_conclusion_is_that_of_the_paired_interval(better, ends, items, finding):
+    found = outcome({}, better={"loss": better})
+    measures = found["suites"]["loss"]["measures"]
+    measures["a share without direction"] = compared(0.1, 0.2)
+    measures["loss"] = compared(*ends, items=items)
+    report = to_markdown(found, {})
+    conclusion = report[: report.index("Last measured")]
+    arrow = {"lower": "↓", "higher": "↑"}[better]
+    assert f"| Loss | b | {finding} |" in conclusion
+    assert f"| loss {arrow} |" in conclusion
+    assert "several seeds" in conclusion
+    page = to_html(found, {})
+    assert page.index(f"<td>{finding}</td>") < page.index("Last measured")
+
+
+def test_without_a_comparison_there_is_no_conclusion():
+    for write in (to_markdown, to_html):
+        assert "Conclusion" not in write(
+            outcome({"m": estimate(1, 0.1)}, better={"m": "lower"}), {}
+        )
+
+
+def test_a_long_table_shows_the_rows_with_a_direction_and_folds_the_others():
+    measures = {f"m{number}": estimate(number, 0.1) for number in range(9)}
+    page = to_html(outcome(measures, better={"m4": "lower", "m7": "higher"}), {})
+    shown, folded = page.split("<summary>7 more rows</summary>")
+    assert re.findall(r'scope="row">(m\d)', shown) == ["m4", "m7"]
+    assert re.findall(r'scope="row">(m\d)', folded) == ["m0", "m1", "m2", "m3", "m5", "m6", "m8"]
+
+
 def test_origin_and_weights_are_there():
     for report in (to_markdown(outcome({}), {}), to_html(outcome({}), {})):
         assert "Last measured 2026-01-02 03:04 UTC on a CPU with torch 2.13.0." in report
