@@ -62,6 +62,7 @@ ALLOWED = {
         "docs/architecture.md",
         "docs/evaluation.md",
         "diffmegatron/evaluation/judge.py",
+        "diffmegatron/evaluation/judge_endpoint.py",
         "diffmegatron/evaluation/suites/hallucination.py",
     }
 }

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from diffmegatron.errors import UserError
-from diffmegatron.evaluation import judge as judges
+from diffmegatron.evaluation import judge_endpoint
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
@@ -119,7 +119,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(judges, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(judge_endpoint, "_PAUSES", (0.0, 0.0))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     open_judge.cache_clear()
@@ -318,7 +318,7 @@ def test_verdicts_of_an_http_judge_are_counted(endpoint, measure, tmp_path):
 @pytest.mark.parametrize("trickling", ["headers", "body"])
 def test_a_judge_that_answers_byte_by_byte_times_out(trickling, monkeypatch):
     """Check that the time limit applies to the whole response, not to the wait for each byte."""
-    monkeypatch.setattr(judges, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(judge_endpoint, "_PAUSES", (0.0, 0.0))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     body = json.dumps({"choices": [{"message": {"content": "late" + " " * 150}}]}).encode()
     headers = b"HTTP/1.0 200 OK\r\nX-Long: " + b"x" * 150 + b"\r\n\r\n"
@@ -432,6 +432,7 @@ def test_a_model_folder_can_be_the_judge(folder, measure, monkeypatch, tmp_path)
     ("settings", "said"),
     [
         (["judge=nowhere"], "nowhere is not a model"),
+        (["judge=http://host:secret/v1"], "must have the form https://host/path"),
         (["judge=http://host/v1"], "also give hallucination.judge_model"),
         (["judge=http://me:secret@host/v1", "judge_model=m"], "without a user and without a"),
         (["judge=http://host/v1?key=secret", "judge_model=m"], "without a user and without a"),
