@@ -56,9 +56,8 @@ def export_checkpoint(
     layouts = (checkpoint.state["data"] or {}).get("layouts")
     rounded = _rounded_differently(recipe, dtype, original, step)
     tolerance = TOLERANCE[rounded]
-    verified: list[Verified] = []
 
-    def compare(written: Path) -> None:
+    def compare(written: Path) -> Verified:
         ids = sample(tokenizer) if tokens is None else tokens
         difference = verify_export(written, ids, training_logits(checkpoint, ids))
         if not difference.relative <= tolerance:
@@ -73,9 +72,9 @@ def export_checkpoint(
                 f"the export rounds weights to {_NAMES[rounded]} after it has multiplied other "
                 "weights into them, and training rounded them before"
             )
-        verified.append(Verified(*difference, tolerance, reason))
+        return Verified(*difference, tolerance, reason)
 
-    write_export(
+    return write_export(
         merged_weights(checkpoint),
         recipe,
         tokenizer,
@@ -87,7 +86,6 @@ def export_checkpoint(
         chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
-    return verified[0] if verified else None
 
 
 def _rounded_differently(

@@ -65,8 +65,8 @@ def write_export(
     original: Original | None = None,
     step: int = 0,
     chat: bool = False,
-    verify: Callable[[Path], object] | None = None,
-) -> None:
+    verify: Callable[[Path], Verified] | None = None,
+) -> Verified | None:
     """Write a model and its tokenizer as a directory that its Hugging Face class can load.
 
     If ``transformers`` lacks the class, its code is copied into the export. Users then load the
@@ -82,7 +82,7 @@ def write_export(
         step: number of completed training steps, on which lambda of DEX depends.
         chat: whether to add a chat template to the tokenizer.
         verify: function to call with the path of the complete temporary directory. If it raises an
-            error, ``out`` is not written.
+            error, ``out`` is not written. Its result is returned.
     """
     described = hugging_face_class(recipe.model)
     if original is not None and not original.can_compute(described):
@@ -103,8 +103,7 @@ def write_export(
         dtype_of = _stored_dtypes(recipe.model, original, dtype)
         converted = to_hf(weights, recipe.model, step)
         _write_weights(((name, each, dtype_of(name, each)) for name, each in converted), directory)
-        if verify is not None:
-            verify(directory)
+        return None if verify is None else verify(directory)
 
 
 def _stored_dtypes(
