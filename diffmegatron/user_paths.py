@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +47,6 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
             raise
         kind = UserError if error.errno in _USER_ERRNOS else MachineError
         raise kind(f"cannot use {format_path(Path(path))}: {os_error_text(error)}") from error
-
-
-def escape_undecodable_output() -> None:
-    """Make standard output escape undecodable bytes of file names, as standard error does."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
 
 
 def _is_named(path: object, words: Sequence[str]) -> bool:

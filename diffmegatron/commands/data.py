@@ -1,10 +1,12 @@
-"""``diffmegatron data``: inspect a recipe's data; merge and verify prepared corpora."""
+"""``diffmegatron prepare`` and ``diffmegatron data``: write, inspect, merge and verify corpora."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from diffmegatron.command_options import with_options
+from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 
@@ -111,3 +113,54 @@ def verify(
             damaged += 1
             print(f"{format_path(prefix)}: damaged: {error}")
     raise typer.Exit(1 if damaged else 0)
+
+
+@with_options(PrepareSettings)
+def prepare(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT", help="JSONL (.gz, .zst), Parquet, text files, or folders of them"
+        ),
+    ],
+    settings: PrepareSettings,
+    output: Annotated[
+        Path, typer.Option(help="PREFIX: writes PREFIX.bin, PREFIX.idx, PREFIX.json")
+    ],
+    pattern: Annotated[str, typer.Option(help="Files to read of a folder, such as '*.py'")] = "*",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise")] = 1,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N", help="Prepare only part K of N; 'diffmegatron data merge' joins them"
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Drop unfinished work of other inputs or settings"),
+    ] = False,
+) -> None:
+    """Tokenise a corpus into the files that training reads.
+
+    To resume an interrupted preparation, run the same command again.
+    """
+    from diffmegatron.data.prepare.parts import Part
+    from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
+
+    chosen = None if part is None else Part.parse(part)
+    manifest = prepare_corpus(
+        inputs,
+        output,
+        **vars(settings),
+        workers=workers,
+        pattern=pattern,
+        part=chosen,
+        restart=restart,
+    )
+    name = format_path(output if chosen is None else chosen.prefix(output))
+    print(
+        f"{name}.bin, .idx and .json: {manifest.documents:,} documents, {manifest.tokens:,} "
+        f"tokens of {len(manifest.inputs):,} files; {manifest.rejected:,} rejected"
+        f"{f' (see {name}.rejects.jsonl)' if manifest.rejected else ''}, "
+        f"{manifest.duplicates:,} duplicates, {manifest.empty:,} empty"
+    )

@@ -11,12 +11,12 @@ import yaml
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Ledger
+from diffmegatron.commands.jobs import launch as launch_command
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.index.corpus_manifest import read_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.operations import launch
 from diffmegatron.operations.cluster import Cluster, load_cluster, parse_time
-from diffmegatron.operations.commands import launch as launch_command
 from diffmegatron.operations.launch import (
     prepare_chain,
     prepare_launch,

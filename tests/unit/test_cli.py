@@ -12,7 +12,7 @@ import pytest
 from diffmegatron import __version__
 from diffmegatron.attention.kinds.selected_heads import SHARE
 from diffmegatron.cli import main
-from diffmegatron.dex.commands import select
+from diffmegatron.commands.dex import select
 from diffmegatron.optim.zero import import_deepspeed
 from tests.conftest import TINY
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.commands import app
 from diffmegatron.checkpoint.weights import average_checkpoints
+from diffmegatron.commands.checkpoint import app
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.training.trainer import train

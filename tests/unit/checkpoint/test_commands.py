@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.commands import app
+from diffmegatron.commands.checkpoint import app
 from diffmegatron.errors import UserError
 from tests.checkpoints import NAMES, change_json, sign, write_checkpoint
 from tests.permissions import without_roots_power

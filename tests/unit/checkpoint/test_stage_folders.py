@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.commands import app
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint, stage_folders
+from diffmegatron.commands.checkpoint import app
 from diffmegatron.errors import UserError
 from tests.checkpoints import write_checkpoint
 
