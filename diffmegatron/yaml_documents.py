@@ -67,7 +67,10 @@ class _Loader(_Notation, yaml.SafeLoader):
         self._extents: dict[yaml.Node | None, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node and check the limits; PyYAML calls this method for nested nodes too."""
+        """Read the next node with everything below it, and check the limits.
+
+        PyYAML calls this method again for every node below.
+        """
         event, nodes, beside = self.peek_event(), self._nodes, self._height
         if getattr(event, "tag", None) is not None:
             self._refuse(f"tag {event.tag!r} is not allowed in a recipe; leave it out", event)

@@ -50,10 +50,9 @@ class Facts(Section):
 
 
 class Attempt(Section):
-    """Entry of the ledger about one start of the job's ranks.
+    """Entry of the ledger for one attempt, which is one start of the job's ranks.
 
-    *Saved progress* is a number of steps: the step of each stage's newest checkpoint, summed over
-    the stages.
+    *Saved progress* is the sum of the steps of every stage's newest checkpoint.
     """
 
     number: int  # from 1

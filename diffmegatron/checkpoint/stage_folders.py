@@ -84,10 +84,13 @@ def is_run_dir(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of the last stage in a ``run_dir``.
+    """Return the newest complete checkpoint of a run's last stage that has checkpoints.
 
-    The result is None if all checkpoints of this stage are damaged, or if ``path`` is not a
-    ``run_dir``. A ``run_dir`` without any checkpoint raises UserError.
+    Returns:
+        None if ``path`` is not a ``run_dir``, or if all checkpoints of this stage are damaged.
+
+    Raises:
+        UserError: the ``run_dir`` has no checkpoint.
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
 

@@ -24,7 +24,8 @@ class NamedTensor:
     """Name, shape and sharding of a tensor of the network.
 
     Attributes:
-        name: full name, or in :func:`layer_tensors` without the prefix ``decoder.layers.N.``.
+        name: name in the network. Names from :func:`layer_tensors` lack the prefix
+            ``decoder.layers.N.``, because they are names within a layer.
         shape: shape before sharding.
         sharded: True if each tensor-parallel rank has a shard, False if each has a full copy.
         float32: whether the tensor stays float32 in a bf16 run.

@@ -29,11 +29,13 @@ class Pieces(NamedTuple):
 
 
 class Blocks(ABC):
-    """Infinite series of blocks (sequences) of one source over all epochs, numbered from 0.
+    """Blocks (sequences) of one source, numbered from 0 through all epochs without an end.
 
-    ``size`` is the length of an epoch. ``step`` is the distance from the start of a block to the
-    start of the next. Both are in tokens for :class:`Concatenated`, in blocks for :class:`Packed`.
-    ``blocks_in_one_epoch`` is the number of blocks completely within the first epoch.
+    Args:
+        size: length of an epoch, in tokens for :class:`Concatenated` and in blocks for
+            :class:`Packed`.
+        step: distance between the starts of two consecutive blocks, in the same unit.
+        blocks_in_one_epoch: number of blocks that lie completely within the first epoch.
     """
 
     def __init__(self, size: int, step: int, blocks_in_one_epoch: int) -> None:

@@ -39,8 +39,8 @@ class Loss(WindowSuite):
     description = (
         "The mean negative log-likelihood of each token of the given text after the tokens "
         "before it. Longer texts weigh more. A model that was trained on the text gets too low "
-        "a loss. Rows for tokens 1 to n of windows that have as many are over other windows for "
-        "each n; compare models within a row."
+        "a loss. A row for tokens 1 to n of windows that have as many uses only windows with at "
+        "least n tokens, which differ from row to row, so compare models within a row."
     )
 
     packed: bool = False
@@ -77,11 +77,12 @@ class Loss(WindowSuite):
 
     @override
     def requests_of(self, target: Target, item: Item) -> ItemGenerator:
-        """Return the summed loss and the number of tokens of a document or a packed window.
+        """Score the windows of a document, or one packed window, and return the item's record.
 
-        End-of-document tokens in a packed window are not counted. ``beginnings`` maps each n of
-        :attr:`lengths` to [nats, number of tokens] of tokens 1 to n, summed over the item's windows
-        with at least n tokens. ``full`` has these sums over the windows of ``context - 1`` tokens.
+        The record has the loss in nats and the number of tokens, both summed over the item. For
+        each n of :attr:`lengths`, ``beginnings`` has the same two sums over only the first n tokens
+        of every window with at least n tokens, and ``full`` over the first n tokens of every window
+        with ``context - 1`` tokens. End-of-document tokens in a packed window do not count.
         """
         source, piece = item.content
         end = target.tokenizer.end_of_document

@@ -70,10 +70,10 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
     ffn = model.ffn_hidden_size / parallel.tensor
     shards = _sequence_shards(recipe)
-    # ``streams`` counts the gradients of hidden states that stage_activations does not count. The
-    # last stage has the gradient that the loss computed. A stage between the first and the last has
-    # the gradient that it last sent to the previous stage. With interleaving and one layer per
-    # virtual stage, a test measured one more gradient (tests/simulated_cuda).
+    # ``streams`` is the number of gradients of hidden states that stage_activations omits. The
+    # last stage, which may be the only one, holds the gradient from the loss. A stage in the middle
+    # holds the gradient that it sent last. With interleaving and one layer per virtual stage, a
+    # test measured one more (tests/simulated_cuda).
     virtual_stages = parallel.pipeline * parallel.virtual_pipeline
     is_copied = parallel.virtual_pipeline > 1 and model.num_layers == virtual_stages
     streams = (stage > 0 or parallel.pipeline == 1) + is_copied
@@ -93,8 +93,9 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     beside, freed = max(moments, key=lambda each: each[0] - each[1])
     if recipe.recompute.granularity == "full" or recipe.training.offload_activations:
         again, freed = again - freed, 0
-    # In the last stage, the tensors saved by the final norm and the output layer are already freed.
-    # On a CPU, temporary results of unfused operations take their place.
+    # When the backward pass of the last stage reaches its layers, the tensors that the final norm
+    # and the output layer saved are already free. On a CPU, temporary results of unfused operations
+    # use this memory.
     if is_fused and stage == parallel.pipeline - 1 and not recipe.training.offload_activations:
         freed += final_norm_bytes(recipe, device)
     return round(beside + again), round(freed)
