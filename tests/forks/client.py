@@ -45,7 +45,8 @@ def main() -> None:
             os.kill(process, number)
 
     for number in FORWARDED:
-        signal.signal(number, forward)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = os.waitstatus_to_exitcode(int(server.recv(MAX_ANSWER)))
     if status < 0:

@@ -12,6 +12,7 @@ import pytest
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.training.monitoring.metrics import read_metrics
+from tests import forks
 from tests.paths import ROOT
 
 
@@ -42,10 +43,17 @@ def test_the_script_saves_and_exits_with_75_after_a_stop_signal(
     command, stop, tiny_recipe, tmp_path
 ):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    commands = Path(sys.executable).parent
+    if command is SCRIPT:  # The other launch runs the commands of a user.
+        commands = tmp_path
+        (commands / "diffmegatron").write_text(
+            f'#!/bin/sh\nexec {forks.python()} -m diffmegatron "$@"\n'
+        )
+        (commands / "diffmegatron").chmod(0o755)
     recipe = tiny_recipe("training.steps=100000", "training.eval_batches=0")
     run_dir = Path(recipe.run_dir)
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{commands}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "RANKS": "2",
     }

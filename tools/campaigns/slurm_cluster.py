@@ -24,6 +24,10 @@ SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 # KILL_WAIT: seconds from SIGTERM to SIGKILL. REQUEUE_DELAY: minimum seconds between a requeue and
 # the next start of a job.
 KILL_WAIT, REQUEUE_DELAY = 2, 5
+# Seconds that Slurm waits for answers, starts and ends of steps. By default, it waits 10 to 60
+# seconds. If a busy machine delays a node's daemon longer, Slurm requeues its jobs, or drains the
+# node if a step ends late ("Kill task failed"). A drained node takes no more jobs.
+PATIENCE = 600
 
 CONFIGURATION = """
 ClusterName=test
@@ -54,6 +58,9 @@ ReturnToService=2
 KillWait={kill_wait}
 MinJobAge=3600
 SlurmdTimeout=30
+MessageTimeout={patience}
+BatchStartTimeout={patience}
+UnkillableStepTimeout={patience}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
@@ -182,6 +189,7 @@ class Cluster:
             user=self._user(),
             kill_wait=KILL_WAIT,
             requeue_delay=REQUEUE_DELAY,
+            patience=PATIENCE,
         )
         (self._folder / "slurm.conf").write_text(text + "".join(nodes) + self._settings)
         for number in range(8):  # gres/gpu requires existing files
