@@ -233,7 +233,8 @@ def preflight(
 
 
 configs = typer.Typer(
-    help="List and copy the recipes and launch scripts of this package.", no_args_is_help=True
+    help="List and copy recipes and launch scripts, and describe the keys of a recipe.",
+    no_args_is_help=True,
 )
 
 
@@ -246,6 +247,29 @@ def list_configs() -> None:
         print(f"{chr(10) * (number > 0)}{title}")
         for name in names:
             print(f"  {name:<38}{recipes.description(name)}".rstrip())
+
+
+@configs.command("keys")
+def describe_keys(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="KEY", help="Key or section (optimizer.schedule); all"),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/keys.md, with all keys")
+    ] = False,
+) -> None:
+    """Describe the keys of a recipe: values, default and meaning.
+
+    Example: diffmegatron configs keys optimizer.schedule
+    """
+    from diffmegatron.config import keys
+
+    if markdown:
+        print(keys.markdown_page(), end="")
+        return
+    found = keys.recipe_keys() if name is None else keys.find_keys(name)
+    print("\n".join(map(keys.describe, found)))
 
 
 @configs.command("copy")

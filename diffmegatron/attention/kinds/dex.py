@@ -48,8 +48,12 @@ class ProjectionInit(Section):
     in the kind ``identity``.
     """
 
-    kind: Literal["zero", "normal", "identity"] = "zero"
-    scale: float | None = Field(default=None, gt=0)
+    kind: Literal["zero", "normal", "identity"] = Field(
+        default="zero", description="initial values of W_D"
+    )
+    scale: float | None = Field(
+        default=None, gt=0, description="standard deviation, or factor of the identity"
+    )
 
     @model_validator(mode="after")
     def _scale_belongs_to_the_others(self) -> Self:
@@ -80,11 +84,19 @@ class Dex(Softmax):
     """
 
     kind: Literal["dex"] = "dex"  # type: ignore[assignment]
-    selected_heads: SelectedHeads
-    selected_on: Annotated[SelectedOn | None, FREE] = None
-    annealing_steps: Annotated[Count | None, FREE]
+    selected_heads: SelectedHeads = Field(
+        description="heads with the DEX term: a file of dex select, or head numbers by layer"
+    )
+    selected_on: Annotated[SelectedOn | None, FREE] = Field(
+        default=None, description="model on which dex select has selected the heads"
+    )
+    annealing_steps: Annotated[Count | None, FREE] = Field(
+        description="steps over which lambda_learn is blended in; null: none"
+    )
     projection_init: Annotated[ProjectionInit, FREE] = ProjectionInit()
-    lambda_learn_init: Annotated[float, FREE] = 0.1
+    lambda_learn_init: Annotated[float, FREE] = Field(
+        default=0.1, description="initial value of lambda_learn"
+    )
 
     title: ClassVar[str] = "Transformer with DEX"
 

@@ -12,6 +12,7 @@ query head noise(m) = m (r + 1) + r. DIFF V2 has no headwise norm and no lambda_
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.section import Size
@@ -31,7 +32,7 @@ class DiffV2(AttentionKind):
     """
 
     kind: Literal["diff_v2"] = "diff_v2"
-    signal_per_noise: Size = 1
+    signal_per_noise: Size = Field(default=1, description="signal heads per noise head")
 
     title: ClassVar[str] = "Diff Transformer V2"
 

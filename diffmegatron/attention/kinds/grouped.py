@@ -7,6 +7,8 @@ and 16 values of width 128. Its recipe has ``num_heads`` 32, ``signal_per_noise`
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from diffmegatron.section import Size
 
 from .two_maps import VectorLambda
@@ -19,7 +21,7 @@ class Grouped(VectorLambda):
     """
 
     kind: Literal["grouped"] = "grouped"
-    signal_per_noise: Size = 4
+    signal_per_noise: Size = Field(default=4, description="signal heads per noise head")
 
     title: ClassVar[str] = "Grouped Diff Transformer"
 

@@ -15,8 +15,10 @@ class LambdaInit(Section):
     ``value`` in every layer.
     """
 
-    policy: Literal["exponential", "constant"] = "exponential"
-    value: float | None = Field(default=None, gt=0, lt=1)
+    policy: Literal["exponential", "constant"] = Field(
+        default="exponential", description="exponential: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l"
+    )
+    value: float | None = Field(default=None, gt=0, lt=1, description="constant lambda_init")
 
     @model_validator(mode="after")
     def _value_belongs_to_constant(self) -> Self:

@@ -28,9 +28,9 @@ class SelectedOn(Section):
     ``fingerprint`` is :meth:`diffmegatron.checkpoint.checkpoint_format.Checkpoint.fingerprint`.
     """
 
-    num_layers: Size
-    num_heads: Size
-    fingerprint: str
+    num_layers: Size = Field(description="its layers")
+    num_heads: Size = Field(description="its query heads")
+    fingerprint: str = Field(description="hash of some of its weights")
 
 
 class HeadsFile(Section):

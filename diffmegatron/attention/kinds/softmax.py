@@ -5,6 +5,8 @@ Q, K and V are [tokens, d] in each head, and d is ``head_dim``.
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from .kind import AttentionKind
 from .layer import HEAD_NORM, QK_NORMS, QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
 
@@ -21,9 +23,9 @@ class Softmax(AttentionKind):
     """
 
     kind: Literal["softmax"] = "softmax"
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    headwise_norm: bool = False
+    qkv_bias: bool = Field(default=False, description="biases of queries, keys and values (Qwen2)")
+    qk_norm: bool = Field(default=False, description="RMSNorm of each query and key head (Qwen3)")
+    headwise_norm: bool = Field(default=False, description="RMSNorm of each head's output")
 
     title: ClassVar[str] = "Transformer"
 

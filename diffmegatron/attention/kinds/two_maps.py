@@ -80,8 +80,10 @@ class VectorLambda(TwoMaps):
     """
 
     lambda_init: LambdaInit = LambdaInit()
-    lambda_std: Annotated[float, Field(ge=0), FREE] = 0.1
-    headwise_norm: bool = True
+    lambda_std: Annotated[float, FREE] = Field(
+        default=0.1, ge=0, description="standard deviation of the initial lambda vectors"
+    )
+    headwise_norm: bool = Field(default=True, description="RMSNorm of each head's output")
 
     operation: ClassVar[Operation] = "differential"
 

@@ -1,0 +1,207 @@
+"""The reference of all keys of a recipe, read from the fields of its sections."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from diffmegatron.attention.kinds.registry import KINDS
+from diffmegatron.config.recipe_sections import RecipeSections
+from diffmegatron.errors import UserError
+from diffmegatron.files import shorten
+from diffmegatron.section import MAX_COUNT, MAX_SIZE, Section
+
+_ATTENTION = "model.attention"
+# Bounds that only keep products finite. They are not part of a key's meaning.
+_TECHNICAL_BOUNDS = (MAX_SIZE, MAX_COUNT, 2**63 - 1)
+
+
+class Key(NamedTuple):
+    """One key of a recipe.
+
+    Attributes:
+        name: all parts of the key, such as ``optimizer.schedule.kind``. A part that ends in ``[]``
+            is a list of sections.
+        type: accepted values in words.
+        default: default value as YAML; None for a key that a recipe must have.
+        meaning: description of the key.
+        kinds: kinds of attention that have the key; empty if it does not depend on the kind.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    meaning: str
+    kinds: tuple[str, ...] = ()
+
+
+def recipe_keys() -> list[Key]:
+    """Return all keys of a recipe, in the order of the sections."""
+    return list(_section_keys(RecipeSections, ""))
+
+
+def find_keys(name: str) -> list[Key]:
+    """Return the key ``name``, or all keys of the section ``name``.
+
+    Raises:
+        UserError: If a recipe has neither such a key nor such a section.
+    """
+    keys = recipe_keys()
+    plain = {key.name.replace("[]", ""): key for key in keys}
+    found = [key for each, key in plain.items() if each == name or each.startswith(f"{name}.")]
+    if found:
+        return found
+    last = name.rpartition(".")[2]
+    near = [each for each in plain if each.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, plain, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "see diffmegatron configs keys"
+    raise UserError(f"{shorten(repr(name))} is not a key or section of a recipe; {hint}")
+
+
+def markdown_page() -> str:
+    """Return the page docs/keys.md."""
+    parts = [
+        "# Keys of a recipe",
+        "`diffmegatron configs keys --markdown` writes this page from the fields of the recipe's "
+        "sections. `diffmegatron configs keys training.loss_chunk` prints one key, and "
+        "`diffmegatron configs keys optimizer` one section. [recipes.md](recipes.md) explains "
+        "recipes. Every recipe must have the keys without a default.",
+    ]
+    keys = recipe_keys()
+    for section in dict.fromkeys(key.name.partition(".")[0] for key in keys):
+        rows = [
+            f"| `{key.name}` | {key.type} | {_code(key.default)} | {_meaning(key)} |"
+            for key in keys
+            if key.name.partition(".")[0] == section
+        ]
+        table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
+        parts += [f"## {section}", table]
+    return "\n\n".join(parts) + "\n"
+
+
+def describe(key: Key) -> str:
+    """Return a key with its values, default and meaning as lines of text."""
+    default = "must be given" if key.default is None else key.default
+    return f"{key.name}\n  values: {key.type}\n  default: {default}\n  {_meaning(key)}"
+
+
+def _code(text: str | None) -> str:
+    return "" if text is None else f"`{text}`"
+
+
+def _meaning(key: Key) -> str:
+    kinds = f" ({', '.join(key.kinds)})" if key.kinds else ""
+    return key.meaning.replace("|", "\\|") + kinds
+
+
+def _section_keys(section: type[Section], prefix: str) -> Iterator[Key]:
+    schema = section.model_json_schema()
+    for name, field in section.model_fields.items():
+        described = schema["properties"][name]
+        key = f"{prefix}{name}"
+        if key == _ATTENTION:
+            yield from _attention_keys()
+        elif inner := _inner_section(field.annotation):
+            if field.description:
+                yield Key(key, _type(described, schema), _default(field), field.description)
+            is_list = "items" in described
+            yield from _section_keys(inner, f"{key}{'[]' if is_list else ''}.")
+        else:
+            meaning = field.description or ""
+            yield Key(key, _type(described, schema), _default(field), meaning)
+
+
+def _attention_keys() -> Iterator[Key]:
+    """Yield each key of the kinds once, with the kinds that have it unless all do."""
+    layers = "layers from 1 of an entry of a list of kinds: 3, '5-8', '1, 5-8'; null: the others"
+    by_key: dict[Key, list[str]] = {}
+    kinds = ", ".join(f"`{kind}`" for kind in KINDS)
+    yield Key(f"{_ATTENTION}.kind", kinds, None, "kind of attention")
+    yield Key(f"{_ATTENTION}[].layers", "number, text or null", "null", layers)
+    for kind, section in KINDS.items():
+        for key in _section_keys(section, f"{_ATTENTION}."):
+            if key.name != f"{_ATTENTION}.kind":
+                by_key.setdefault(key, []).append(kind)
+    for key, having in by_key.items():
+        yield key._replace(kinds=() if len(having) == len(KINDS) else tuple(having))
+
+
+def _inner_section(annotation: Any) -> type[Section] | None:
+    """Return the section in an annotation such as ``tuple[Source, ...]``, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    inner = map(_inner_section, getattr(annotation, "__args__", ()))
+    return next(filter(None, inner), None)
+
+
+def _default(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return None
+    value = field.default
+    if isinstance(value, Section):
+        return "{}"
+    return _as_yaml(value)
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """Return the values that a JSON schema accepts, in words."""
+    if "$ref" in schema:
+        return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+    if "anyOf" in schema:
+        return " or ".join(_type(each, whole) for each in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    match schema.get("type"):
+        case "integer" | "number" as kind:
+            return ("whole number" if kind == "integer" else "number") + _bounds(schema)
+        case "array" if "prefixItems" in schema:
+            return f"list of {len(schema['prefixItems'])} numbers"
+        case "array":
+            return f"list of {_plural(_type(schema['items'], whole))}"
+        case "object" if isinstance(schema.get("additionalProperties"), Mapping):
+            return f"mapping from text to {_type(schema['additionalProperties'], whole)}"
+        case "object":
+            return "section"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case _:
+            return "text"
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    if schema.get("exclusiveMinimum", -1) >= schema.get("minimum", 0):
+        del words["minimum"]
+    found = [
+        f"{words[name]} {_as_yaml(schema[name])}"
+        for name in words
+        if name in schema and schema[name] not in _TECHNICAL_BOUNDS
+    ]
+    return " " + " and ".join(found) if found else ""
+
+
+def _plural(words: str) -> str:
+    if words.startswith("list of "):
+        return words.replace("list of ", "lists of ", 1)
+    head, number, rest = words.partition(" number")
+    if number:
+        return f"{head} numbers{rest}"
+    return {"section": "sections", "text": "texts"}.get(words, words)

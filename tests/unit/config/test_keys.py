@@ -1,0 +1,73 @@
+"""Tests of the reference of a recipe's keys, and of docs/keys.md."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffmegatron.attention.kinds.registry import KINDS
+from diffmegatron.config.keys import find_keys, markdown_page, recipe_keys
+from diffmegatron.config.load import load_stages
+from diffmegatron.errors import UserError
+from diffmegatron.shipped_files import shipped_folder
+from tests.paths import DOCS
+
+CONFIGS = shipped_folder("configs")
+RECIPES = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "clusters")]
+
+
+def test_the_page_is_that_of_the_fields():
+    """Check docs/keys.md; ``diffmegatron configs keys --markdown > docs/keys.md`` writes it."""
+    assert (DOCS / "keys.md").read_text() == markdown_page()
+
+
+def test_every_key_has_a_meaning():
+    assert [key.name for key in recipe_keys() if not key.meaning] == []
+
+
+def names(values: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all values of a dumped recipe."""
+    for key, value in values.items():
+        for each in value if isinstance(value, list | tuple) and value else [value]:
+            if isinstance(each, dict):
+                yield from names(each, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_key_of_a_recipe_is_listed(path: Path):
+    listed = {key.name.replace("[]", "") for key in recipe_keys()}
+    for recipe in load_stages(path, allow_missing_files=True):
+        found = set(names(recipe.model_dump(mode="json")))
+        # Patterns of tensors are keys of a mapping, and DEX's file of heads is not there.
+        others = ("lr_multipliers", "selected_heads.file")
+        assert [name for name in found - listed if not any(each in name for each in others)] == []
+
+
+def test_a_key_of_some_kinds_names_them():
+    keys = {(key.name, key.kinds) for key in recipe_keys()}
+    assert ("model.attention.lambda_std", ("diff_v1", "grouped")) in keys
+    assert ("model.attention.num_heads", ()) in keys
+    (kind,) = find_keys("model.attention.kind")
+    assert all(f"`{name}`" in kind.type for name in KINDS)
+
+
+def test_a_section_is_found_and_a_wrong_name_gets_a_hint():
+    assert {key.name for key in find_keys("data.upsampling")} == {
+        f"data.upsampling.{name}" for name in ("mode", "long_tokens", "keep_short")
+    }
+    with pytest.raises(UserError, match=r"did you mean training\.micro_batch_size\?"):
+        find_keys("micro_batch_size")
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
+        find_keys("optimizer.lrr")
+
+
+def test_values_are_described_by_their_bounds():
+    types = {key.name: key.type for key in recipe_keys()}
+    assert types["data.validation_fraction"] == "number at least 0 and below 1"
+    assert types["optimizer.schedule.decay_ratio"] == "number above 0 and below 1 or null"
+    assert types["model.num_layers"] == "whole number at least 1"
+    assert types["parallel.zero_stage"] == "`1`, `2`, `3`"
+    assert types["model.attention.selected_heads"] == "list of lists of whole numbers"
