@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffmegatron.attempts.ends import RankRecord
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.engine_imports import importing_engines
@@ -84,7 +84,7 @@ def export(
     if (newest := newest_checkpoint(directory)) is not None:
         directory = newest
         print_line(f"exporting {directory}")
-    read_manifest(directory)
+    read_checkpoint_manifest(directory)
     with importing_engines():
         from diffmegatron.hf.export_checkpoint import export_checkpoint
 

@@ -49,13 +49,13 @@ LAUNCH_VARIABLES = (
     "NCCL_SOCKET_IFNAME",
 )
 # Head dimension of the shipped large recipes.
-HEAD_DIM = 128
+_HEAD_DIM = 128
 # Compute capability of Ampere, the first generation with bf16.
 BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorRow:
     """One row of the report: name of the examined thing, result, and reason or purpose."""
 
     name: str
@@ -67,11 +67,11 @@ class Finding:
 class Report:
     """Tables of findings by title, and a sentence for each thing that is missing or unusable."""
 
-    sections: Mapping[str, tuple[Finding, ...]]
+    sections: Mapping[str, tuple[DoctorRow, ...]]
     missing: tuple[str, ...]
 
 
-def run() -> None:
+def print_examination() -> None:
     """Examine this machine and print the report to standard output."""
     print_report(examine(), Console())
 
@@ -84,8 +84,8 @@ def examine() -> Report:
     tokenizer, tokenizer_problem = _cl100k()
     return Report(
         sections={
-            "Installed": (Finding("Python", platform.python_version()), *_packages(packages)),
-            "Hardware": (Finding("CPU cores", str(os.cpu_count())), *gpus),
+            "Installed": (DoctorRow("Python", platform.python_version()), *_packages(packages)),
+            "Hardware": (DoctorRow("CPU cores", str(os.cpu_count())), *gpus),
             "Choices": (layers, _communication(), *_attention_choices()),
             "Differential attention, by training.attention_backend": tuple(_attention_backends()),
             "Tokenizer": (tokenizer,),
@@ -115,31 +115,31 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _packages(packages: Mapping[str, str | None]) -> Iterator[Finding]:
+def _packages(packages: Mapping[str, str | None]) -> Iterator[DoctorRow]:
     for name, purpose in (REQUIRED | OPTIONAL).items():
-        yield Finding(name, packages[name] or "not installed", purpose)
+        yield DoctorRow(name, packages[name] or "not installed", purpose)
 
 
-def _gpus() -> tuple[Finding, ...]:
+def _gpus() -> tuple[DoctorRow, ...]:
     import torch
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or "none"
-        return (Finding("GPU", "none", f"torch's CUDA version: {built}"),)
+        return (DoctorRow("GPU", "none", f"torch's CUDA version: {built}"),)
     findings = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         known = find_accelerator(properties.name)
         peak = f"peak {known.peak_flops / 1e12:g} TFLOP/s dense bf16" if known else "peak unknown"
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        findings.append(Finding(f"GPU {index}", properties.name, f"{memory}, {peak}"))
+        findings.append(DoctorRow(f"GPU {index}", properties.name, f"{memory}, {peak}"))
     return tuple(findings)
 
 
-def _layer_host() -> tuple[Finding, tuple[str, ...]]:
+def _layer_host() -> tuple[DoctorRow, tuple[str, ...]]:
     """Return a row about the library of the layers, and sentences for ``Report.missing``."""
     if find_spec("transformer_engine") is None:
-        return Finding("layers", "local", "transformer-engine is not installed"), ()
+        return DoctorRow("layers", "local", "transformer-engine is not installed"), ()
     try:
         # Megatron-core also imports this module, and catches only ImportError.
         import_module("transformer_engine.pytorch.fp8")
@@ -151,70 +151,70 @@ def _layer_host() -> tuple[Finding, tuple[str, ...]]:
 
     host = available_host()
     gpu = "no GPU" if host == "local" else "a GPU"
-    return Finding("layers", host, f"transformer-engine is installed, and torch sees {gpu}"), ()
+    return DoctorRow("layers", host, f"transformer-engine is installed, and torch sees {gpu}"), ()
 
 
 def _unusable_transformer_engine(
     error: Exception, host: str, consequence: str
-) -> tuple[Finding, tuple[str, ...]]:
+) -> tuple[DoctorRow, tuple[str, ...]]:
     import torch
 
     reason = f"transformer-engine cannot be imported ({type(error).__name__}: {error})"
     problem = f"{reason}, so {consequence}; install a build of it for torch {torch.__version__}."
-    return Finding("layers", host, reason), (problem,)
+    return DoctorRow("layers", host, reason), (problem,)
 
 
-def _communication() -> Finding:
+def _communication() -> DoctorRow:
     import torch
 
     if torch.cuda.is_available():
-        return Finding("communication", "nccl", "one rank per GPU")
-    return Finding("communication", "gloo", "no GPU is visible")
+        return DoctorRow("communication", "nccl", "one rank per GPU")
+    return DoctorRow("communication", "gloo", "no GPU is visible")
 
 
-def _attention_choices() -> Iterator[Finding]:
+def _attention_choices() -> Iterator[DoctorRow]:
     from diffmegatron.attention.kernels.installed_backends import importable_libraries
     from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
 
     for op, what in OPS.items():
         for device in ("cpu", "cuda"):
             for dtype in ("float32", "bfloat16"):
-                call = Call(op, device, dtype, HEAD_DIM)
+                call = Call(op, device, dtype, _HEAD_DIM)
                 try:
                     backend, reason = choose_backend("auto", call, importable_libraries())
                 except ValueError as error:
                     backend, reason = "none", str(error)
-                yield Finding(f"{what}, {device} {dtype}", backend, reason)
+                yield DoctorRow(f"{what}, {device} {dtype}", backend, reason)
 
 
-def _attention_backends() -> Iterator[Finding]:
+def _attention_backends() -> Iterator[DoctorRow]:
     from diffmegatron.attention.kernels.api import backend_table
 
     without_cuda = []
-    for name, can_run, why in backend_table("differential", head_dim=HEAD_DIM):
+    for name, can_run, why in backend_table("differential", head_dim=_HEAD_DIM):
         if not can_run and why.startswith("needs a cuda device"):
             without_cuda.append(name)
         else:
-            yield Finding(name, "can run" if can_run else "cannot run", why)
+            yield DoctorRow(name, "can run" if can_run else "cannot run", why)
     if without_cuda:
-        yield Finding(", ".join(without_cuda), "cannot run", "need a CUDA device")
+        yield DoctorRow(", ".join(without_cuda), "cannot run", "need a CUDA device")
 
 
-def _cl100k() -> tuple[Finding, tuple[str, ...]]:
+def _cl100k() -> tuple[DoctorRow, tuple[str, ...]]:
     from diffmegatron.data.tokenizers import CL100K, find_cl100k
 
     try:
-        return Finding(CL100K, "found", str(find_cl100k())), ()
+        return DoctorRow(CL100K, "found", str(find_cl100k())), ()
     except UserError as error:
-        return Finding(CL100K, "not found", "the real recipes' tokenizer"), (f"{error}.",)
+        return DoctorRow(CL100K, "not found", "the real recipes' tokenizer"), (f"{error}.",)
 
 
-def _launch() -> Iterator[Finding]:
+def _launch() -> Iterator[DoctorRow]:
     names = [name for name in LAUNCH_VARIABLES if name in os.environ]
     for name in names:
-        yield Finding(name, os.environ[name])
+        yield DoctorRow(name, os.environ[name])
     if "WORLD_SIZE" not in os.environ:
-        yield Finding("launcher", "none", "one process; torchrun starts more")
+        yield DoctorRow("launcher", "none", "one process; torchrun starts more")
 
 
 def _missing(packages: Mapping[str, str | None]) -> Iterator[str]:

@@ -91,7 +91,9 @@ SizeOrZero = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 """Size that may also be 0."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """Number of steps or tokens of a run."""
-Ranks = Annotated[int, Field(ge=1, le=4096)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
+"""Number of files, bytes, documents or tokens, which may be 0."""
+RankCount = Annotated[int, Field(ge=1, le=4096)]
 """Number of ranks along one kind of parallelism."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 PathText = Annotated[str, AfterValidator(_check_path)]

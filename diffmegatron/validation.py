@@ -10,15 +10,17 @@ from pydantic import BaseModel, ValidationError
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
-Model = TypeVar("Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
-def validated(schema: type[Model], values: Any, name: str) -> Model:
+def validated(schema: type[_Model], values: Any, name: str) -> _Model:
     """Return values as a pydantic model; errors begin with ``name``, the source of the values."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{name}: {describe(first_error(error), schema.model_fields)}") from None
+        raise UserError(
+            f"{name}: {describe_error(first_error(error), schema.model_fields)}"
+        ) from None
 
 
 def first_error(error: ValidationError) -> Any:
@@ -35,7 +37,7 @@ _POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _WITH_ENDING = re.compile(r"([0-9.]+) ?([kmbgt])", re.IGNORECASE)
 
 
-def describe(error: Any, known_keys: Collection[str]) -> str:
+def describe_error(error: Any, known_keys: Collection[str]) -> str:
     """Return one pydantic error as text: the key, its value, and the correct form.
 
     For an unknown key, the text suggests the most similar of ``known_keys``, or lists them all.

@@ -14,7 +14,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
 
 # A file of this size is parsed within a second.
-MAX_BYTES = 1 << 18
+MAX_YAML_BYTES = 1 << 18
 MAX_DEPTH = 32
 # Limit on nodes (values and keys) of a file. An alias counts as all nodes that it repeats.
 MAX_NODES = 5_000

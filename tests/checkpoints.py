@@ -10,7 +10,7 @@ import torch
 from diffmegatron.checkpoint.checkpoint_format import Position, finish_checkpoint, rank_file
 from diffmegatron.checkpoint.checkpoint_manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     describe_file,
     write_manifest,
 )
@@ -71,7 +71,9 @@ def sign(directory: Path) -> None:
     """Write a manifest with the current checksums, so that damaged files pass verification."""
     step = json.loads((directory / MANIFEST).read_text())["step"]
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
-    write_manifest(directory, Manifest(step, tuple(describe_file(path) for path in files)))
+    write_manifest(
+        directory, CheckpointManifest(step, tuple(describe_file(path) for path in files))
+    )
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:

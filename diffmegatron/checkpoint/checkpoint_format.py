@@ -25,10 +25,10 @@ from torch import Tensor
 
 from diffmegatron import __version__
 from diffmegatron.checkpoint.checkpoint_manifest import (
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     describe_file,
-    read_manifest,
+    read_checkpoint_manifest,
     write_manifest,
 )
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
@@ -73,7 +73,7 @@ class Checkpoint:
     """An opened and verified checkpoint; ``state`` is the content of ``state.json``."""
 
     directory: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     recipe: Recipe
     state: dict[str, Any]
     tensors: ShardedReader
@@ -111,7 +111,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
             verifies the content of the rank files i, i + n, i + 2n and so on. If such a file is
             damaged, only process i raises an error.
     """
-    manifest = read_manifest(directory)
+    manifest = read_checkpoint_manifest(directory)
     entries = {entry.name: entry for entry in manifest.files}
     position = _read_small(directory, STATE, entries)
     state: State = parse_json(position, State, format_path(directory / STATE))
@@ -133,7 +133,9 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
 
 def read_recipe(directory: Path) -> Recipe:
     """Read the recipe of a checkpoint, without reading the tensors and the state."""
-    _read_small(directory, RECIPE, {each.name: each for each in read_manifest(directory).files})
+    _read_small(
+        directory, RECIPE, {each.name: each for each in read_checkpoint_manifest(directory).files}
+    )
     return load_resolved(directory / RECIPE, directory.parent.parent)
 
 
@@ -157,7 +159,7 @@ def finish_checkpoint(
     (directory / STATE).write_text(json.dumps(state, indent=1) + "\n")
     (directory / RECIPE).write_text(dump_recipe(recipe))
     described = [describe_file(directory / name) for name in (STATE, RECIPE)]
-    write_manifest(directory, Manifest(position.step, (*entries, *described)))
+    write_manifest(directory, CheckpointManifest(position.step, (*entries, *described)))
     store.commit(position.step)
 
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, os_error_text, read_json, shorten
+from diffmegatron.section import CountOrZero
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8})")
@@ -20,8 +21,6 @@ MAX_STEP = 99_999_999
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _BUFFER = 1 << 22
 _LISTED = 5
-
-CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _check_plain(name: str) -> str:
@@ -42,7 +41,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The files and the step of a checkpoint."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -67,17 +66,17 @@ def describe_file(path: Path) -> FileEntry:
     return FileEntry(path.name, size, checksum)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: CheckpointManifest) -> None:
     """Write ``manifest.json`` into a directory that already has all other files."""
     (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_checkpoint_manifest(directory: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint; check the names and sizes of the files against it."""
     path = directory / MANIFEST
     if _size(path) is None:
         raise UserError(_no_checkpoint(directory))
-    manifest: Manifest = read_json(path, Manifest)
+    manifest: CheckpointManifest = read_json(path, CheckpointManifest)
     named = STEP_NAME.fullmatch(directory.name)
     if named and int(named[1]) != manifest.step:
         raise UserError(f"{format_path(path)} is of step {manifest.step}, not of {directory.name}")
@@ -89,7 +88,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _check_files(directory: Path, manifest: Manifest) -> None:
+def _check_files(directory: Path, manifest: CheckpointManifest) -> None:
     listed = {MANIFEST}
     for entry in manifest.files:
         path = directory / entry.name

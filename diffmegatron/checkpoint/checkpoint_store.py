@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffmegatron.checkpoint.checkpoint_manifest import STEP_NAME, read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import STEP_NAME, read_checkpoint_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, os_error_text, sync_path
 
@@ -60,7 +60,7 @@ class CheckpointStore:
         found = []
         for step in self.steps():
             try:
-                read_manifest(self.path(step))
+                read_checkpoint_manifest(self.path(step))
             except UserError as error:
                 log.warning("skipped a damaged checkpoint: %s", error)
                 continue

@@ -19,14 +19,15 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from diffmegatron.checkpoint.checkpoint_manifest import CountOrZero, FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.checkpoint.tensor_file import TensorFile, write_safetensors
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, parse_json, shorten
 from diffmegatron.model.parameter_shards import Shard
+from diffmegatron.section import CountOrZero
 
 WEIGHT = "weight"
-KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
+TENSOR_KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 """Kinds of stored tensors: a parameter's float32 master weight and Adam's two moments.
 
 Frozen parameters, and all parameters in a weights-only checkpoint, have only the weight.
@@ -82,7 +83,7 @@ class Piece:
 
     Attributes:
         start: index of the first element in the flattened shard.
-        tensors: kind -> values [n]; :data:`KINDS` lists the kinds.
+        tensors: kind -> values [n]; :data:`TENSOR_KINDS` lists the kinds.
     """
 
     shard: Shard
@@ -107,7 +108,7 @@ def pieces_of(shards: Iterable[Shard], start: int, tensors: Mapping[str, Tensor]
     gate rows and its up rows, which are not adjacent in the unsharded tensor.
 
     ``start`` is the index of the range's first element in the flattened parameter. ``tensors`` maps
-    each kind (see :data:`KINDS`) to the values of the range, a 1-D tensor.
+    each kind (see :data:`TENSOR_KINDS`) to the values of the range, a 1-D tensor.
     """
     numel = next(iter(tensors.values())).numel()
     pieces = []
@@ -167,18 +168,18 @@ class ShardedReader:
         return self._first(name).place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the :data:`KINDS` stored for a tensor: all, or only the weight."""
+        """Return the :data:`TENSOR_KINDS` stored for a tensor: all, or only the weight."""
         return self._first(name).kinds
 
     def read_tensor(self, kind: str, name: str) -> Tensor:
-        """Return an unsharded tensor in float32; ``kind`` is one of :data:`KINDS`."""
+        """Return an unsharded tensor in float32; ``kind`` is one of :data:`TENSOR_KINDS`."""
         shape = self.shape(name)
         return self.read_box(kind, name, (0,) * len(shape), shape)
 
     def read_box(
         self, kind: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """Return a box of a tensor in float32; ``kind`` is one of :data:`KINDS`.
+        """Return a box of a tensor in float32; ``kind`` is one of :data:`TENSOR_KINDS`.
 
         ``offset`` is the first index of the box in the unsharded tensor, per axis.
         """
@@ -228,8 +229,10 @@ def _pieces_in(file: TensorFile) -> list[_Stored]:
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
     pieces = []
     for index, place in enumerate(places):
-        is_trained = any(f"{kind}.{index}" in file.tensors for kind in KINDS if kind != WEIGHT)
-        pieces.append(_Stored(place, file, index, KINDS if is_trained else (WEIGHT,)))
+        is_trained = any(
+            f"{kind}.{index}" in file.tensors for kind in TENSOR_KINDS if kind != WEIGHT
+        )
+        pieces.append(_Stored(place, file, index, TENSOR_KINDS if is_trained else (WEIGHT,)))
     wanted = {
         f"{kind}.{piece.index}": ("F32", (piece.place.numel,))
         for piece in pieces

@@ -17,9 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from diffmegatron.checkpoint.checkpoint_manifest import CountOrZero, FileEntry
+from diffmegatron.checkpoint.checkpoint_manifest import FileEntry
 from diffmegatron.errors import UserError
 from diffmegatron.files import MAX_BYTES, explain_os_errors, format_path, parse_json
+from diffmegatron.section import CountOrZero
 
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _NAMES = {torch.float32: "F32", torch.uint8: "U8"}

@@ -12,7 +12,7 @@ from diffmegatron.files import format_path, shorten
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from diffmegatron.checkpoint.checkpoint_manifest import Manifest
+    from diffmegatron.checkpoint.checkpoint_manifest import CheckpointManifest
     from diffmegatron.checkpoint.stage_folders import StageFolder
 
 app = typer.Typer(
@@ -47,10 +47,10 @@ def list_(run_dir: RunDir) -> None:
 def _row(folder: "StageFolder", step: int) -> "list[str | Text]":
     from rich.text import Text
 
-    from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+    from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 
     try:
-        manifest = read_manifest(folder.store.path(step))
+        manifest = read_checkpoint_manifest(folder.store.path(step))
     except UserError as error:
         return [str(step), "", "", Text(f"damaged: {error}")]
     return [str(step), f"{_gib(manifest):.3f}", str(len(manifest.files)), "complete"]
@@ -185,5 +185,5 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _gib(manifest: "Manifest") -> float:
+def _gib(manifest: "CheckpointManifest") -> float:
     return manifest.size / 2**30

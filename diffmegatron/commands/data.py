@@ -97,12 +97,16 @@ def verify(
 
     The exit status is 1 if a corpus is damaged.
     """
-    from diffmegatron.data.index.corpus_manifest import check_hashes, check_sizes, read_manifest
+    from diffmegatron.data.index.corpus_manifest import (
+        check_hashes,
+        check_sizes,
+        read_corpus_manifest,
+    )
 
     damaged = 0
     for prefix in prefixes:
         try:
-            manifest = read_manifest(prefix) if sizes else check_hashes(prefix)
+            manifest = read_corpus_manifest(prefix) if sizes else check_hashes(prefix)
             if sizes:
                 check_sizes(prefix, manifest)
             print(

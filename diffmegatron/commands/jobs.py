@@ -53,7 +53,7 @@ def end(
     from diffmegatron.operations import attempt
 
     ended, status, hosts = attempt.end(folder, spares)
-    print(attempt.describe(ended), file=sys.stderr)
+    print(attempt.describe_attempt(ended), file=sys.stderr)
     print(",".join(hosts))
     raise typer.Exit(status)
 
@@ -98,11 +98,11 @@ def status(
     """
     from rich.console import Console
 
-    from diffmegatron.operations.status import examine, print_status
+    from diffmegatron.operations.status import examine_run, print_status
 
     console = Console()
     while True:
-        found = examine(run_dir)
+        found = examine_run(run_dir)
         print_status(found, console)
         if watch is None or found.is_over:
             raise typer.Exit(found.exit_status)

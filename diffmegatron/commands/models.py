@@ -8,7 +8,7 @@ import typer
 
 from diffmegatron.errors import UserError
 
-Config = Annotated[
+RecipePath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="Recipe, a YAML file such as configs/quickstart.yaml"),
 ]
@@ -19,7 +19,7 @@ Overrides = Annotated[
 
 
 def plan(
-    config: Config,
+    config: RecipePath,
     overrides: Overrides = None,
     gpus: Annotated[
         int | None, typer.Option(help="Number of ranks; default: the fewest that fill the layout")
@@ -62,10 +62,10 @@ def plan(
     elif search is not None:
         planning.run_search(stages, search, hardware=hardware, as_json=as_json)
     else:
-        planning.run(stages, gpus, hardware=hardware, as_json=as_json)
+        planning.run_plan(stages, gpus, hardware=hardware, as_json=as_json)
 
 
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(config: RecipePath, overrides: Overrides = None) -> None:
     """Train a recipe, in one process or under torchrun.
 
     A run resumes from the newest checkpoint in run_dir.
@@ -154,4 +154,4 @@ def doctor() -> None:
     """Show installed and missing packages and chosen backends."""
     from diffmegatron import doctor as examination
 
-    examination.run()
+    examination.print_examination()

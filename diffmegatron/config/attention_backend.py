@@ -11,7 +11,7 @@ from diffmegatron.attention.kernels.registry import (
     needed_features,
 )
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.config.divisibility import context_communication
+from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.errors import UserError
 
@@ -26,7 +26,7 @@ def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
         context=recipe.parallel.context,
-        communication=context_communication(recipe),
+        communication=choose_context_communication(recipe),
     )
     dtype = _DTYPES[recipe.training.precision]
     return Call(kind.operation, device_type, dtype, kind.head_dim, needs)

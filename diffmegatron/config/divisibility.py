@@ -13,7 +13,7 @@ from diffmegatron.section import divisors
 MAX_WORLD_SIZE = 2**20
 
 
-def check_layout(recipe: RecipeSections) -> None:
+def check_parallel_layout(recipe: RecipeSections) -> None:
     """Check the rules of the parallel layout that do not depend on the number of ranks."""
     _check_tensor(recipe)
     _check_context(recipe)
@@ -61,7 +61,9 @@ def data_parallel_size(recipe: RecipeSections, world_size: int) -> int:
     return data
 
 
-def context_communication(recipe: RecipeSections) -> Literal["ring", "all_gather", "ulysses"]:
+def choose_context_communication(
+    recipe: RecipeSections,
+) -> Literal["ring", "all_gather", "ulysses"]:
     """Return the communication method of the context-parallel ranks, with ``auto`` resolved.
 
     ``auto`` selects Ulysses if the context-parallel ranks can equally divide the key-value heads of
@@ -135,7 +137,7 @@ def _check_ring(recipe: RecipeSections) -> None:
     operations = {kind.operation for kind in recipe.model.attention.kinds}
     if (
         recipe.parallel.context > 1
-        and context_communication(recipe) == "ring"
+        and choose_context_communication(recipe) == "ring"
         and any(backend in whole_sequence_backends(each) for each in operations)
     ):
         raise ValueError(

@@ -22,8 +22,14 @@ from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_fr
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text, shorten
 from diffmegatron.own_code import import_recipe_code, require_imported
-from diffmegatron.validation import describe, first_error
-from diffmegatron.yaml_documents import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_value, parse_yaml
+from diffmegatron.validation import describe_error, first_error
+from diffmegatron.yaml_documents import (
+    MAX_DEPTH,
+    MAX_YAML_BYTES,
+    dump_yaml,
+    parse_value,
+    parse_yaml,
+)
 
 COMMAND_LINE = "the command line"
 # Largest number of files of one recipe. A file counts once for each file that extends it.
@@ -35,7 +41,7 @@ REMOVED = {
 }
 
 # Content of files. Merged values share nested dictionaries, so never modify them in place.
-Values = dict[str, Any]
+_Values = dict[str, Any]
 # Dotted key -> the file, the stage or the command line that set it.
 Origins = dict[str, str]
 
@@ -119,7 +125,7 @@ def load_resolved(path: Path, run_dir: Path | None = None) -> Recipe:
     ``run_dir`` is the present folder of the run. If the run was moved or copied, paths within the
     recorded ``run_dir``, such as the tokenizer of an imported model, lead into the present folder.
     """
-    values = _parse_mapping(read_text(path, max_bytes=MAX_BYTES), path)
+    values = _parse_mapping(read_text(path, max_bytes=MAX_YAML_BYTES), path)
     for key in ("extends", "stages"):
         if key in values:
             raise UserError(
@@ -134,7 +140,7 @@ def load_resolved(path: Path, run_dir: Path | None = None) -> Recipe:
     return _validate(moved, {}, format_path(path))
 
 
-def _without_removed_keys(values: Values, prefix: str = "") -> Values:
+def _without_removed_keys(values: _Values, prefix: str = "") -> _Values:
     return {
         key: _without_removed_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in values.items()
@@ -142,7 +148,7 @@ def _without_removed_keys(values: Values, prefix: str = "") -> Values:
     }
 
 
-def check_recipe(values: Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
+def check_recipe(values: _Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a recipe from values that are not in a file; error messages call them ``name``."""
     values, origins = _overridden(values, {}, overrides)
     return _validate(values, origins, name, reading={MAY_BE_MISSING: False})
@@ -157,7 +163,7 @@ class _Files:
     """Reader of the files of one recipe, which parses each file only once."""
 
     def __init__(self) -> None:
-        self._merged: dict[Path, tuple[Values, Origins] | None] = {}
+        self._merged: dict[Path, tuple[_Values, Origins] | None] = {}
         self._read = 0
 
     @property
@@ -165,13 +171,13 @@ class _Files:
         """Absolute paths of the files that were read, in the order of first reading."""
         return [*self._merged]
 
-    def read(self, path: Path) -> tuple[Values, Origins]:
+    def read(self, path: Path) -> tuple[_Values, Origins]:
         """Return the merged values of a file and all files that it extends, and their origins."""
         self._read += 1
         if self._read > MAX_FILES:
             raise UserError(f"{format_path(path)}: a recipe may have at most {MAX_FILES} files")
         # `resolve` raises other errors than UserError for some paths, so read the file first.
-        text = read_text(path, max_bytes=MAX_BYTES)
+        text = read_text(path, max_bytes=MAX_YAML_BYTES)
         file = path.resolve()
         if file not in self._merged:
             self._merged[file] = None
@@ -183,8 +189,8 @@ class _Files:
             )
         return merged
 
-    def _extended(self, path: Path, own: Values) -> tuple[Values, Origins]:
-        merged: Values = {}
+    def _extended(self, path: Path, own: _Values) -> tuple[_Values, Origins]:
+        merged: _Values = {}
         origins: Origins = {}
         for parent in _parents(own.get("extends", []), path):
             inherited, inherited_origins = self.read(path.parent / parent)
@@ -194,7 +200,7 @@ class _Files:
         return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), format_path(path))
 
 
-def _parse_mapping(text: str, path: Path) -> Values:
+def _parse_mapping(text: str, path: Path) -> _Values:
     values = parse_yaml(text, format_path(path))
     if not isinstance(values, dict):
         raise UserError(
@@ -236,7 +242,7 @@ def _with_moved_paths(value: Any, recorded: str, folder: Path) -> Any:
     return value
 
 
-def _merged(below: Values, above: Values) -> Values:
+def _merged(below: _Values, above: _Values) -> _Values:
     """Return ``below`` updated by ``above``, also in nested mappings; neither is modified."""
     both = dict(below)
     for key, value in above.items():
@@ -245,7 +251,7 @@ def _merged(below: Values, above: Values) -> Values:
     return both
 
 
-def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
+def _dotted_keys(values: _Values, prefix: str = "") -> list[str]:
     keys = []
     for key, value in values.items():
         keys.append(f"{prefix}{key}")
@@ -255,8 +261,8 @@ def _dotted_keys(values: Values, prefix: str = "") -> list[str]:
 
 
 def _overridden(
-    values: Values, origins: Origins, overrides: Sequence[str]
-) -> tuple[Values, Origins]:
+    values: _Values, origins: Origins, overrides: Sequence[str]
+) -> tuple[_Values, Origins]:
     """Apply overrides, and import the user code that the recipe names."""
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -274,7 +280,7 @@ def _overridden(
     return import_recipe_code(values), origins
 
 
-def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Values:
+def _with_stage_paths(values: _Values, name: str, before: Recipe | None) -> _Values:
     """Return a stage's values with its own ``run_dir`` and ``checkpoint.start_from``."""
     if isinstance(run_dir := values.get("run_dir"), str):
         values = values | {"run_dir": f"{run_dir}/{name}"}
@@ -284,7 +290,7 @@ def _with_stage_paths(values: Values, name: str, before: Recipe | None) -> Value
 
 
 def _validate(
-    values: Values,
+    values: _Values,
     origins: Origins,
     path: str,
     stage: str = "",
@@ -314,8 +320,8 @@ def _sentence(error: Any, values: dict[str, Any], origins: dict[str, str], path:
         if others:
             nearest = min(others, key=lambda each: each.count("."))
             return f"{origin}: unknown key {shorten(key)!r}; did you mean {nearest!r}?"
-        return f"{origin}: {describe(error, _known_keys(error['loc'][:-1], values))}"
-    sentence = describe(error, ())
+        return f"{origin}: {describe_error(error, _known_keys(error['loc'][:-1], values))}"
+    sentence = describe_error(error, ())
     if error["type"] == "string_type" and origins.get(key) == COMMAND_LINE:
         sentence += f"; in a shell, text in quotes is {key}='\"TEXT\"'"
     if error["type"] == "value_error":
@@ -362,13 +368,13 @@ def _every_key(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[
             yield from _every_key(inner, f"{prefix}{name}.")
 
 
-def _kinds(values: Values) -> list[str]:
+def _kinds(values: _Values) -> list[str]:
     attention = values["model"]["attention"]
     sections = attention if isinstance(attention, list) else [attention]
     return [each["kind"] for each in sections if isinstance(each, dict) and "kind" in each]
 
 
-def _misplaced_key(location: tuple[str | int, ...], values: Values) -> str | None:
+def _misplaced_key(location: tuple[str | int, ...], values: _Values) -> str | None:
     """Return a hint for a misplaced key of ``model.attention``, or None."""
     section, name = location[:-1], str(location[-1])
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):

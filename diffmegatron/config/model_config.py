@@ -153,7 +153,7 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "mscale_all_dim": ("yarn",),
     "truncate": ("yarn",),
 }
-Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 class LoraConfig(Section):
@@ -166,14 +166,14 @@ class LoraConfig(Section):
 
     rank: Annotated[Size, Field(le=4096)] = Field(description="rows of A and columns of B")
     alpha: float = Field(gt=0, description="the update is multiplied by alpha / rank")
-    targets: tuple[Target, ...] = Field(
+    targets: tuple[LoraTarget, ...] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         description="projections of every layer that get an update",
     )
 
     @field_validator("targets")
     @classmethod
-    def _some_and_each_once(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    def _some_and_each_once(cls, targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
         if not targets or len(set(targets)) < len(targets):
             raise ValueError(
                 f"model.lora.targets is {list(targets)}; give at least one, and each once"

@@ -8,7 +8,7 @@ from diffmegatron.section import MAX_COUNT, Section
 
 _MAX_PATTERNS = 64
 
-Pattern = Annotated[str, Field(min_length=1, max_length=200)]
+NamePattern = Annotated[str, Field(min_length=1, max_length=200)]
 """Tensor name that may have shell wildcards: ``decoder.layers.*.mlp.linear_fc2.weight``."""
 _Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
@@ -82,10 +82,10 @@ class OptimizerConfig(Section):
     """
 
     lr: float = Field(gt=0, description="largest learning rate")
-    lr_multipliers: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(
+    lr_multipliers: dict[NamePattern, Annotated[float, Field(gt=0)]] = Field(
         default={}, max_length=_MAX_PATTERNS, description="factors of lr by pattern"
     )
-    trainable: Annotated[tuple[Pattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
+    trainable: Annotated[tuple[NamePattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
         default=None, description="patterns; null: everything, or with LoRA its matrices only"
     )
     betas: tuple[float, float] = Field(

@@ -4,18 +4,18 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from diffmegatron.section import Ranks, Section, Size
+from diffmegatron.section import RankCount, Section, Size
 
 
 class ParallelConfig(Section):
     """Parallel layout. Data-parallel size: number of ranks / (tensor x context x pipeline)."""
 
-    tensor: Ranks = Field(default=1, description="ranks that share the matrices of each layer")
-    pipeline: Ranks = Field(default=1, description="ranks that share the layers")
+    tensor: RankCount = Field(default=1, description="ranks that share the matrices of each layer")
+    pipeline: RankCount = Field(default=1, description="ranks that share the layers")
     virtual_pipeline: Size = Field(
         default=1, description="virtual stages per pipeline rank; above 1: interleaved 1F1B"
     )
-    context: Ranks = Field(default=1, description="ranks that share each sequence")
+    context: RankCount = Field(default=1, description="ranks that share each sequence")
     context_communication: Literal["auto", "ring", "all_gather", "ulysses"] = Field(
         default="auto",
         description="auto: ulysses if the ranks divide the key-value heads, otherwise ring",

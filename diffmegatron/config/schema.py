@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from diffmegatron.config.divisibility import check_layout, data_parallel_size
+from diffmegatron.config.divisibility import check_parallel_layout, data_parallel_size
 from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.config.trainable_patterns import check_trainable, without_replaced_patterns
@@ -22,7 +22,7 @@ class Recipe(RecipeSections):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_steps()
-        check_layout(self)
+        check_parallel_layout(self)
         check_trainable(self)
         return self
 

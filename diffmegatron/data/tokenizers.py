@@ -26,7 +26,7 @@ from diffmegatron.files import format_path, read_bytes, read_json, shorten
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-BYTES = "bytes"
+BYTE_TOKENIZER = "bytes"
 CL100K = "cl100k_base"
 CL100K_FILE_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 # Name of cl100k_base's file in tiktoken's cache: the sha1 of its download URL.
@@ -331,15 +331,15 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def _load(name_or_path: str) -> Tokenizer:
-    if name_or_path == BYTES:
+    if name_or_path == BYTE_TOKENIZER:
         encoding = tiktoken.Encoding(
-            BYTES,
+            BYTE_TOKENIZER,
             # tiktoken's time is superlinear in the length of a piece, so pieces are short.
             pat_str=r"[\s\S]{1,64}",
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
-        return TiktokenTokenizer(BYTES, encoding, end_of_document=256)
+        return TiktokenTokenizer(BYTE_TOKENIZER, encoding, end_of_document=256)
     if name_or_path == CL100K:
         return _from_file(find_cl100k(), is_cl100k=True)
     path = Path(name_or_path)
@@ -349,8 +349,8 @@ def _load(name_or_path: str) -> Tokenizer:
     if Path(name).is_dir():
         return HuggingFaceTokenizer(name)
     raise UserError(
-        f"tokenizer {name_or_path!r} is unknown; give {BYTES!r}, {CL100K!r}, a .tiktoken file, or "
-        "a Hugging Face folder with tokenizer.json and tokenizer_config.json"
+        f"tokenizer {name_or_path!r} is unknown; give {BYTE_TOKENIZER!r}, {CL100K!r}, a .tiktoken "
+        "file, or a Hugging Face folder with tokenizer.json and tokenizer_config.json"
     )
 
 

@@ -11,7 +11,7 @@ from torch import distributed
 
 from diffmegatron.attention.kinds.selected_heads import HeadsFile, SelectedOn
 from diffmegatron.checkpoint.checkpoint_format import RECIPE
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.weights import load_network
 from diffmegatron.config.load import check_recipe, load_resolved
@@ -62,7 +62,7 @@ def select_heads(
         if path.exists():
             raise UserError(f"{format_path(path)} exists already; give another --out")
     directory = CheckpointStore(model).latest() or model
-    step = read_manifest(directory).step
+    step = read_checkpoint_manifest(directory).step
     recipe = _calibration_recipe(directory / RECIPE, data, sequences, overrides)
     recipe.data_parallel(read_launch().ranks)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:

@@ -59,7 +59,7 @@ class _ReservedLayer(DynamicLayer):
 
 
 @dataclass
-class Rows:
+class TextRows:
     """State of a batch with one text per row.
 
     ``cache`` has the keys and values; None if each text is processed in one forward pass.
@@ -88,7 +88,7 @@ class BatchedNetwork:
 
     def __init__(self, network: PreTrainedModel, start: int) -> None:
         self._network, self._start = network, start
-        self._prefix: tuple[list[int], Rows] | None = None
+        self._prefix: tuple[list[int], TextRows] | None = None
 
     @cached_property
     def keeps_all_tokens(self) -> bool:
@@ -106,15 +106,15 @@ class BatchedNetwork:
             and "position_ids" in signature(network.base_model.forward).parameters
         )
 
-    def empty_rows(self, count: int, columns: int | None = None) -> Rows:
+    def empty_rows(self, count: int, columns: int | None = None) -> TextRows:
         """Return empty rows, with a cache for ``columns`` tokens per row, including padding.
 
         If ``columns`` is None, the rows have no cache, and each can read only one chunk.
         """
         is_token = torch.ones(count, 0, dtype=torch.bool, device=self._network.device)
-        return Rows(None if columns is None else self._reserved(columns), is_token)
+        return TextRows(None if columns is None else self._reserved(columns), is_token)
 
-    def after(self, prefixes: Rows, index: Sequence[int], columns: int) -> Rows:
+    def after(self, prefixes: TextRows, index: Sequence[int], columns: int) -> TextRows:
         """Return new rows that continue texts of ``prefixes``; ``prefixes`` is not changed.
 
         Args:
@@ -126,9 +126,9 @@ class BatchedNetwork:
         assert prefixes.cache is not None
         for number, layer in enumerate(prefixes.cache.layers):
             cache.update(layer.keys[chosen], layer.values[chosen], number)
-        return Rows(cache, prefixes.is_token[chosen], prefixes.has_padding)
+        return TextRows(cache, prefixes.is_token[chosen], prefixes.has_padding)
 
-    def read_prefix(self, ids: Sequence[int]) -> Rows:
+    def read_prefix(self, ids: Sequence[int]) -> TextRows:
         """Return one row that has read ``ids``; the last result is cached."""
         if self._prefix is None or self._prefix[0] != ids:
             self.drop_prefix()
@@ -142,7 +142,10 @@ class BatchedNetwork:
         self._prefix = None
 
     def read(
-        self, rows: Rows, chunks: Sequence[Sequence[int]], places: Sequence[tuple[int, int]] = ()
+        self,
+        rows: TextRows,
+        chunks: Sequence[Sequence[int]],
+        places: Sequence[tuple[int, int]] = (),
     ) -> Tensor:
         """Run the network on the next chunk of each row, and update the rows.
 

@@ -14,8 +14,8 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, parse_json, read_bytes, shorten
 from diffmegatron.validation import validated
 
-Example = TypeVar("Example")
-Reader = Callable[[Path], Iterator[Example]]
+_Example = TypeVar("_Example")
+Reader = Callable[[Path], Iterator[_Example]]
 Named = TypeVar("Named")
 DATA_DIR = Field(description="folder with the files of published data sets")
 _LINES = ".jsonl"
@@ -25,7 +25,7 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class DataSet(Generic[Example]):
+class DataSet(Generic[_Example]):
     """A data set in a file under ``--data-dir``, in the format in which it was published.
 
     If ``file`` ends with ``.jsonl`` and is missing, a compressed or Parquet file of the same stem
@@ -33,10 +33,10 @@ class DataSet(Generic[Example]):
     """
 
     file: str
-    read: Reader[Example]
+    read: Reader[_Example]
     origin: str
 
-    def examples(self, data_dir: Path, count: int | None = None) -> list[Example]:
+    def examples(self, data_dir: Path, count: int | None = None) -> list[_Example]:
         """Return the first ``count`` examples, or all examples if ``count`` is None."""
         path = self._path(data_dir)
         found = list(islice(self.read(path), count))

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.conclusions import conclusions, draw_conclusions
 from diffmegatron.evaluation.evaluate_settings import Computing
@@ -93,7 +93,10 @@ def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
     """Describe a target for the report; ``computing`` is None if no suite used the network."""
     described: dict[str, Any] = {"path": str(target.path), "weights": target.fingerprint}
     if target.checkpoint is not None:
-        recipe, step = read_recipe(target.checkpoint), read_manifest(target.checkpoint).step
+        recipe, step = (
+            read_recipe(target.checkpoint),
+            read_checkpoint_manifest(target.checkpoint).step,
+        )
         described |= {
             "parameters": count_parameters(recipe.model).total,
             "tokens": step * recipe.training.tokens_per_step,

@@ -13,7 +13,7 @@ from transformers import CONFIG_NAME, PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from diffmegatron.attention.kinds import LayerKinds
-from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import MANIFEST, read_checkpoint_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.data.index.corpus_manifest import hash_file
 from diffmegatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
@@ -25,7 +25,7 @@ from diffmegatron.hf.kinds import model_types, read_attention
 from diffmegatron.hf.pretrained_files import read_weight_index
 from diffmegatron.hf.tokenizer import SAMPLE, TOKENIZER_FILES
 from diffmegatron.section import MAX_SIZE
-from diffmegatron.validation import describe, first_error
+from diffmegatron.validation import describe_error, first_error
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Target:
         """Path of the Hugging Face folder; for a checkpoint, the folder may not exist yet."""
         if self.checkpoint is None:
             return self.path
-        step = read_manifest(self.checkpoint).step
+        step = read_checkpoint_manifest(self.checkpoint).step
         return self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}"
 
     @property
@@ -114,7 +114,7 @@ class Target:
         try:
             return read_attention(self.config.to_dict())
         except ValidationError as error:
-            problem = describe(first_error(error), ())
+            problem = describe_error(first_error(error), ())
         except (KeyError, TypeError, ArithmeticError) as error:
             problem = shorten(str(error))
         raise UserError(
@@ -187,7 +187,7 @@ def _checkpoint(path: Path) -> Path | None:
     if os.path.lexists(path / CONFIG_NAME):
         return None
     if os.path.lexists(path / MANIFEST):
-        read_manifest(path)
+        read_checkpoint_manifest(path)
         return path
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:

@@ -17,7 +17,7 @@ from diffmegatron.hf.kinds import HuggingFace, NetworkExport, model_types, read_
 from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformers_4
 from diffmegatron.section import MAX_SIZE
-from diffmegatron.validation import describe, first_error
+from diffmegatron.validation import describe_error, first_error
 
 # Fields of config.json -> supported values. Error messages name the first value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -262,7 +262,7 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     try:
         attention = read_attention(values)
     except ValidationError as error:
-        problem = describe(first_error(error), ())
+        problem = describe_error(first_error(error), ())
         raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
     return {
         "num_layers": values["num_hidden_layers"],

@@ -15,8 +15,8 @@ from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.export_checkpoint import sample, training_logits
-from diffmegatron.hf.pretrained_files import Source, keep_original
-from diffmegatron.hf.tokenizer import CONFIG
+from diffmegatron.hf.pretrained_files import PretrainedTensors, keep_original
+from diffmegatron.hf.tokenizer import TOKENIZER_CONFIG
 from diffmegatron.hf.weight_mapping import from_hf, table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export
 from diffmegatron.yaml_documents import dump_yaml
@@ -24,7 +24,7 @@ from diffmegatron.yaml_documents import dump_yaml
 FOLDER = "hugging_face"
 # Largest allowed difference of the logits, divided by the largest absolute logit. Both networks
 # compute in float32 with equal weights, so only the order of summation differs.
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 _SEQ_LENGTH = 2048
 
 
@@ -57,7 +57,7 @@ def import_model(
             ``out``.
     """
     transformers_logging.disable_progress_bar()
-    config, source = read_config(folder), Source(folder)
+    config, source = read_config(folder), PretrainedTensors(folder)
     tokenizer = HuggingFaceTokenizer(str(folder))
     section = model_section(config, -config.vocab_size % vocab_multiple)
     length = min(config.max_position_embeddings, _SEQ_LENGTH)
@@ -76,16 +76,18 @@ def import_model(
         difference = verify_export(
             folder, tokens, training_logits(open_checkpoint(written), tokens)
         )
-        if not difference.relative <= TOLERANCE:
+        if not difference.relative <= _TOLERANCE:
             raise UserError(
                 f"the imported network's logits differ from those of transformers by "
-                f"{difference.relative:.1e} relative, more than {TOLERANCE:g}; {format_path(out)} "
+                f"{difference.relative:.1e} relative, more than {_TOLERANCE:g}; {format_path(out)} "
                 "was not written"
             )
-    return Verified(*difference, TOLERANCE, SUMMATION)
+    return Verified(*difference, _TOLERANCE, SUMMATION)
 
 
-def _recipe(section: dict[str, Any], source: Source, length: int, out: Path, name: str) -> Recipe:
+def _recipe(
+    section: dict[str, Any], source: PretrainedTensors, length: int, out: Path, name: str
+) -> Recipe:
     """Return a recipe of the model, which recipes of other runs extend.
 
     Its data sources, number of steps, batch size and learning rate are placeholders. ``name`` is
@@ -115,7 +117,7 @@ def _relative_recipe(recipe: Recipe) -> str:
 
 
 def _check_tokenizer(tokenizer: HuggingFaceTokenizer, recipe: Recipe) -> None:
-    config = tokenizer.folder / CONFIG
+    config = tokenizer.folder / TOKENIZER_CONFIG
     if code := read_json(config, dict[str, Any]).get("auto_map"):
         raise UserError(
             f"{format_path(config)} has auto_map {shorten(repr(code))}, code that is not run here; "

@@ -28,7 +28,7 @@ from diffmegatron.hf.tokenizer import copy_tokenizer
 
 DTYPES_NAME = "dtypes.json"
 _DtypeName = Literal["F16", "BF16", "F32"]
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+SAFETENSORS_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 # RoPE buffers that old files contain. They are not weights, and transformers ignores them too.
 _BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,7 +50,7 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-class Source:
+class PretrainedTensors:
     """Tensors in a pretrained model's folder; the constructor reads only the files' headers."""
 
     def __init__(self, folder: Path) -> None:
@@ -99,10 +99,10 @@ class Source:
                     f"{format_path(stored.path)} has {name} with shape {list(stored.shape)}; "
                     f"{config} requires {list(shape)}"
                 )
-            if stored.dtype not in DTYPES:
+            if stored.dtype not in SAFETENSORS_DTYPES:
                 raise UserError(
                     f"{format_path(stored.path)} has {name} in {stored.dtype}; only "
-                    f"{', '.join(DTYPES)} can be imported"
+                    f"{', '.join(SAFETENSORS_DTYPES)} can be imported"
                 )
             left.remove(name)
         copies = {_OUTPUT} if tied else set()
@@ -209,11 +209,11 @@ class Original:
     @property
     def usual_dtype(self) -> torch.dtype:
         """Most frequent dtype of the pretrained model's tensors."""
-        return DTYPES[self.dtypes.usual]
+        return SAFETENSORS_DTYPES[self.dtypes.usual]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor, or ``usual_dtype`` if the model has no such tensor."""
-        return DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
+        return SAFETENSORS_DTYPES[self.dtypes.others.get(name, self.dtypes.usual)]
 
     def can_compute(self, described: HuggingFace) -> bool:
         """Return whether the model's class computes the same network as ``described``."""
@@ -231,7 +231,7 @@ class Original:
             shutil.copyfile(generation, directory / GENERATION_CONFIG_NAME)
 
 
-def keep_original(source: Source, folder: Path) -> None:
+def keep_original(source: PretrainedTensors, folder: Path) -> None:
     """Copy a model's configuration and tokenizer into a new folder, and add ``dtypes.json``."""
     folder.mkdir()
     with explain_os_errors(f"cannot copy the files of {format_path(source.folder)}"):

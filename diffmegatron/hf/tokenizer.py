@@ -31,7 +31,7 @@ from diffmegatron.hf.chat_template import (
 
 log = logging.getLogger(__name__)
 
-CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # A class that uses tokenizer.json unchanged; transformers 4 and 5 both have a class of this name.
 _CLASS = "PreTrainedTokenizerFast"
 TOKENIZER_FILES = (
@@ -106,9 +106,9 @@ def write_tokenizer(
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
     # transformers 5 writes a name of this class that transformers 4.57 does not have.
-    config = read_json(directory / CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
+    config = read_json(directory / TOKENIZER_CONFIG, dict[str, Any]) | {"tokenizer_class": _CLASS}
     _write_config(config, directory)
-    check_tokenizer(tokenizer.encoding, directory)
+    check_converted_tokenizer(tokenizer.encoding, directory)
     if chat:
         check_chat(tokenizer, directory)
         check_chat(tokenizer, directory, _SPACE)
@@ -116,7 +116,7 @@ def write_tokenizer(
 
 def _write_copied(tokenizer: HuggingFaceTokenizer, directory: Path, *, chat: bool) -> None:
     copy_tokenizer(tokenizer.folder, directory)
-    config = read_json(directory / CONFIG, dict[str, Any]) | {"padding_side": "left"}
+    config = read_json(directory / TOKENIZER_CONFIG, dict[str, Any]) | {"padding_side": "left"}
     # auto_map names code files that are not copied. Training did not use them.
     config.pop("auto_map", None)
     if chat:
@@ -178,7 +178,7 @@ def _give_template(
 
 def _write_config(config: dict[str, Any], directory: Path) -> None:
     content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (directory / CONFIG).write_text(content, encoding="utf-8")
+    (directory / TOKENIZER_CONFIG).write_text(content, encoding="utf-8")
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -263,7 +263,7 @@ def oniguruma_pattern(pattern: str) -> str:
     return "".join(parts)
 
 
-def check_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
+def check_converted_tokenizer(encoding: tiktoken.Encoding, directory: Path) -> None:
     """Check that an export's ``AutoTokenizer`` encodes and decodes samples as the encoding does."""
     exported = load_exported(directory)
     specials = sorted(encoding.special_tokens_set)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.config.attention_backend import layer_backend
-from diffmegatron.config.divisibility import context_communication
+from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_layers
@@ -23,7 +23,7 @@ from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
 from diffmegatron.parallel.parallel_state import ParallelState
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -104,7 +104,7 @@ def _build_virtual_stage(
 ) -> VirtualStage:
     model, host = recipe.model, available_host(recipe.model.lora)
     stages = parallel_state.virtual_pipeline_size
-    communication = context_communication(recipe)
+    communication = choose_context_communication(recipe)
     layers = stage_layers(recipe, parallel_state.pipeline_rank)[number]
     scale = 1.0 if model.rope_scaling is None else model.rope_scaling.rotation_scale
     specs = [
@@ -157,7 +157,7 @@ def _choose_backends(recipe: Recipe, parallel_state: ParallelState) -> list[str]
         for layer in range(recipe.model.num_layers)
     ]
     for name, reason in dict.fromkeys(choices):
-        logger.info("attention backend %s: %s", name, reason)
+        log.info("attention backend %s: %s", name, reason)
     return [name for name, _ in choices]
 
 

@@ -116,7 +116,7 @@ def exit_status(attempt: Attempt, bad_hosts: Sequence[str] = ()) -> int:
     return UserError.exit_status if attempt.cause == Cause.MISTAKE else _EXIT_FAULTS
 
 
-def describe(attempt: Attempt) -> str:
+def describe_attempt(attempt: Attempt) -> str:
     """Describe an ended attempt in one line."""
     faults = f", fault {attempt.faults} of {MAX_FAULTS}" if attempt.cause == Cause.FAULT else ""
     return f"attempt {attempt.number}: {attempt.cause}{faults}: {escape(attempt.reason)}"
@@ -138,7 +138,7 @@ def commit() -> str | None:
     folder = Path(diffmegatron.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "-C", str(folder), "describe_attempt", "--always", "--dirty", "--abbrev=40"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

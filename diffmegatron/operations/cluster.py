@@ -12,7 +12,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text
 from diffmegatron.section import PathText, Section, Size, SizeOrZero
 from diffmegatron.validation import validated
-from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
+from diffmegatron.yaml_documents import MAX_YAML_BYTES, parse_yaml
 
 # Names of environment variables whose values must not be printed.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|JWT|_KEY")
@@ -116,7 +116,7 @@ def parse_time(text: str) -> int:
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file."""
     name = format_path(path)
-    values = parse_yaml(read_text(path, max_bytes=MAX_BYTES), name)
+    values = parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), name)
     if not isinstance(values, dict):
         raise UserError(f"{name} must be a mapping of keys, not {type(values).__name__}")
     return validated(Cluster, values, name)

@@ -29,7 +29,7 @@ from diffmegatron.operations.sbatch_file import (
     job_file,
     read_job_number,
 )
-from diffmegatron.operations.status import examine
+from diffmegatron.operations.status import examine_run
 from diffmegatron.plan import Plan, plan_recipe
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.safeguards import too_long_for_kill_wait
@@ -223,7 +223,7 @@ def check_free(ledger: Ledger) -> None:
             f"{queue[number].lower()}; wait for its end, scancel it, or give another run_dir"
         )
     if ledger.attempts():
-        found = examine(ledger.run_dir)
+        found = examine_run(ledger.run_dir)
         last = found.attempts[-1]
         if last.cause == Cause.FINISHED:
             raise UserError(f"{format_path(ledger.run_dir)} is finished; give another run_dir")

@@ -19,7 +19,7 @@ from torch import distributed
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import check_sizes, read_manifest
+from diffmegatron.data.index.corpus_manifest import check_sizes, read_corpus_manifest
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters
@@ -44,7 +44,7 @@ _STATE_BYTES = 12
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 # Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9
-REPORT = "preflight.json"
+_REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
 
 
@@ -94,7 +94,7 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
         distributed.all_gather_object(every, findings)
     if launch.rank == 0 and folder is not None:
         lines = ",\n".join(each.model_dump_json() for each in every)
-        write_durably(folder / REPORT, f"[{lines}]\n".encode())
+        write_durably(folder / _REPORT, f"[{lines}]\n".encode())
     problems = find_problems(every, _needed_space(recipes[-1]), recipes[-1].run_dir)
     if len(problems) == launch.ranks:
         raise UserError(problems[launch.rank])
@@ -165,7 +165,7 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
     try:
         for recipe in recipes:
             for source in recipe.data.sources:
-                check_sizes(source.path, read_manifest(source.path))
+                check_sizes(source.path, read_corpus_manifest(source.path))
         if gpus:
             torch.cuda.set_device(local_rank)
             free, total = torch.cuda.mem_get_info()

@@ -58,11 +58,11 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
     seconds: dict[str, float] = {}
     corpus = f"{RUNS}/data/stdlib"
     reading = ["--pattern", "*.py", "--tokenizer", "bytes", "--workers", "2", "--output", corpus]
-    run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
+    _run(seconds, "prepare", *CLI, "prepare", *library_sources(), *reading)
     for name, chosen in names.items():
-        run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
+        _run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
     for name in names:
-        run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
+        _run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
     write_report(names, seconds)
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
@@ -136,7 +136,7 @@ def torchrun() -> list[str]:
     return ["-m", "torch.distributed.run", *options, *CLI]
 
 
-def run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
+def _run(seconds: dict[str, float], phase: str, *arguments: str) -> None:
     """Run a phase in a new Python process, and add its duration to ``seconds``."""
     started = announce(phase)
     # For several ranks, torchrun would set the same value, but print a warning about it.
@@ -166,7 +166,7 @@ def write_report(names: Iterable[str], seconds: dict[str, float]) -> None:
     recorded = {name: read_run(RUNS / name) for name in names}
     models = {name: _describe(RUNS / name, recorded[name]) for name in recorded}
     titles = {name: str(model["title"]) for name, model in models.items()}
-    plot_runs(RUNS / "report.png", {titles[name]: run for name, run in recorded.items()})
+    plot_runs(RUNS / "report.png", {titles[name]: _run for name, _run in recorded.items()})
     report = {
         "machine": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

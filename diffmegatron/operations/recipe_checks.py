@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest as read_checkpoint_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import (
+    read_checkpoint_manifest as read_checkpoint_manifest,
+)
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import check_sizes, manifest_path, read_manifest
+from diffmegatron.data.index.corpus_manifest import check_sizes, manifest_path, read_corpus_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.operations.cluster import Cluster
@@ -40,7 +42,7 @@ def check_fit(
             ) from None
         for source in recipe.data.sources:
             if needs_data or _is_prepared(source.path):
-                check_sizes(source.path, read_manifest(source.path))
+                check_sizes(source.path, read_corpus_manifest(source.path))
         for path, passes in _passes(recipe).items():
             # A run with a checkpoint may have begun with other source weights, so do not check it.
             if recipe.data.on_exhausted == "stop" and passes > 1 and not _has_begun(recipe):
@@ -106,7 +108,7 @@ def _passes(recipe: Recipe) -> dict[str, float]:
     needed = recipe.training.total_steps * recipe.training.tokens_per_step
     total = sum(weights.values())
     return {
-        path: needed * weight / total / read_manifest(path).tokens
+        path: needed * weight / total / read_corpus_manifest(path).tokens
         for path, weight in weights.items()
         if _is_prepared(path)
     }

@@ -13,7 +13,7 @@ from rich.text import Text
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
 from diffmegatron.checkpoint.stage_folders import only_last, stage_folders
 from diffmegatron.config.load import load_resolved
@@ -61,7 +61,7 @@ class Status:
     stragglers: tuple[str, ...] = ()
 
 
-def examine(run_dir: Path) -> Status:
+def examine_run(run_dir: Path) -> Status:
     """Read the status of a job from the files in its ``run_dir``, without calling Slurm."""
     ledger = Ledger(run_dir)
     attempts = ledger.attempts()
@@ -137,7 +137,7 @@ def _status_of_chain(run_dir: Path) -> Status | None:
     for place, stage in enumerate(stages, 1):
         if stage.name is None:
             return None
-        found = examine(stage.run_dir)
+        found = examine_run(stage.run_dir)
         found = replace(found, state=f"stage {stage.name}, {place} of {len(stages)}: {found.state}")
         if not found.is_over or found.exit_status != 0:
             break
@@ -153,7 +153,7 @@ def _status_without_ledger(run_dir: Path) -> Status:
     steps = recipe.training.total_steps
     values = {name: value for entry in entries for name, value in entry.items()}
     step = int(values["step"]) if "step" in values else None
-    is_trained = checkpoint is not None and read_manifest(checkpoint).step == steps
+    is_trained = checkpoint is not None and read_checkpoint_manifest(checkpoint).step == steps
     missing = unrecorded_at(recipe, steps, folder) if is_trained else []
     is_finished = is_trained and not missing
     state = "finished" if is_finished else "unfinished"

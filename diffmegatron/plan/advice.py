@@ -8,12 +8,12 @@ from diffmegatron.hf.kinds import export_problem
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.model.accounting.memory import StageMemory, peak_memory
 from diffmegatron.model.accounting.parameters import count_parameters
-from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, RankLayout, ranks_in_words
 from diffmegatron.plan.timing import GPUS_PER_NODE
 
 
 def warnings(
-    recipe: Recipe, layout: Layout, memory: tuple[StageMemory, ...], hardware: str
+    recipe: Recipe, layout: RankLayout, memory: tuple[StageMemory, ...], hardware: str
 ) -> tuple[str, ...]:
     """Return the warnings about a recipe, one sentence each.
 
@@ -45,7 +45,7 @@ def _rotary_warnings(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _layout_warnings(recipe: Recipe, layout: RankLayout) -> Iterator[str]:
     if layout.tensor > GPUS_PER_NODE:
         yield (
             f"parallel.tensor {layout.tensor} exceeds a node of {GPUS_PER_NODE} GPUs; "
@@ -69,7 +69,7 @@ def _layout_warnings(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _memory_warnings(
-    recipe: Recipe, layout: Layout, memory: tuple[StageMemory, ...], hardware: str
+    recipe: Recipe, layout: RankLayout, memory: tuple[StageMemory, ...], hardware: str
 ) -> Iterator[str]:
     needed = max(stage.total for stage in memory) / GIB
     available = ACCELERATORS[hardware].memory_gib
@@ -92,7 +92,7 @@ def _memory_warnings(
     yield f"{sentence}; {', or '.join(remedies)}"
 
 
-def _remedies(recipe: Recipe, layout: Layout, limit_gib: float) -> Iterator[str]:
+def _remedies(recipe: Recipe, layout: RankLayout, limit_gib: float) -> Iterator[str]:
     """Yield a text for each single change that makes the recipe fit into ``limit_gib``.
 
     The global batch size and the sequence length define the experiment, so they stay unchanged.
@@ -118,7 +118,7 @@ def _fits(recipe: Recipe, ranks: int, limit_gib: float) -> bool:
         return False
 
 
-def _enough_ranks(recipe: Recipe, layout: Layout, available_gib: float) -> int | None:
+def _enough_ranks(recipe: Recipe, layout: RankLayout, available_gib: float) -> int | None:
     """Double the data-parallel size until the recipe fits, and return the number of ranks.
 
     Return None if no doubling fits.

@@ -16,7 +16,7 @@ from diffmegatron.plan.summary import DEFAULT_HARDWARE, Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
 
 
-def run(
+def run_plan(
     stages: Sequence[Recipe],
     world_size: int | None = None,
     *,

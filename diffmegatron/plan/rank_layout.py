@@ -13,7 +13,7 @@ USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The parallel layout of a recipe on a number of ranks.
 
     Attributes:

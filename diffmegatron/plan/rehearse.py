@@ -26,12 +26,12 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 
 # A laptop starts 16 processes in a minute.
 MAX_RANKS = 16
-MAX_LAYERS = 128
+_MAX_LAYERS = 128
 # Limit for ffn_hidden_size / hidden_size, and for num_heads / num_kv_heads divided by the number of
 # signal heads per noise head.
 MAX_RATIO = 16
 STEPS = 2
-HEAD_DIM = 8
+_HEAD_DIM = 8
 TIMEOUT_SECONDS = 900
 # Number of ids of the `bytes` tokenizer, with padding.
 VOCABULARY = 320
@@ -176,12 +176,12 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
     per_kv_head = attention.num_heads // attention.num_kv_heads // multiple
     heads = kv_heads * multiple * min(MAX_RATIO, per_kv_head)
     layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * stage_layers
-    if layers > MAX_LAYERS:
+    if layers > _MAX_LAYERS:
         raise UserError(
             f"parallel.virtual_pipeline {recipe.parallel.virtual_pipeline} would be rehearsed with "
-            f"{layers} layers, and a rehearsal builds {MAX_LAYERS} at most; give fewer stages"
+            f"{layers} layers, and a rehearsal builds {_MAX_LAYERS} at most; give fewer stages"
         )
-    fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": _HEAD_DIM}
     small = attention.resized(layers, fewer)
     hidden = small.kinds[0].heads.output_channels
     ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)

@@ -16,10 +16,10 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.model.accounting.memory import peak_memory
-from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, RankLayout, ranks_in_words
 from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
 from diffmegatron.plan.tables import duration, print_assumptions
-from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, Estimate, estimate_time
+from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, TimeEstimate, estimate_time
 from diffmegatron.section import divisors
 from diffmegatron.validation import validated
 
@@ -49,9 +49,9 @@ class Candidate:
     """
 
     overrides: tuple[str, ...]
-    layout: Layout
+    layout: RankLayout
     peak: int
-    time: Estimate
+    time: TimeEstimate
 
 
 def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
@@ -154,7 +154,7 @@ def _fitting(
             gpu = ACCELERATORS[hardware]
             time = estimate_time(changed, world_size, hardware, gpu, Assumptions())
             overrides = _overrides(recipe, changes)
-            fitting.append(Candidate(overrides, Layout.of(changed, world_size), peak, time))
+            fitting.append(Candidate(overrides, RankLayout.of(changed, world_size), peak, time))
     return fitting, nearest
 
 
@@ -236,7 +236,7 @@ def _failure(
         reason = _reason(recipe, world_size)
         return f"no layout fills {ranks_in_words(world_size)} with this recipe: {reason}"
     peak, changed = nearest
-    layout = Layout.of(changed, world_size)
+    layout = RankLayout.of(changed, world_size)
     sentence = (
         f"no layout of {ranks_in_words(world_size)} fits {USABLE_SHARE:.0%} of {hardware}'s "
         f"{ACCELERATORS[hardware].memory_gib:g} GiB; the nearest, tensor {layout.tensor} x "

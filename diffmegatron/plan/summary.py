@@ -19,8 +19,8 @@ from diffmegatron.model.accounting.parameters import (
     counted_kinds,
 )
 from diffmegatron.plan.advice import warnings
-from diffmegatron.plan.rank_layout import Layout
-from diffmegatron.plan.timing import Assumptions, Estimate, estimate_time
+from diffmegatron.plan.rank_layout import RankLayout
+from diffmegatron.plan.timing import Assumptions, TimeEstimate, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic
 
 DEFAULT_HARDWARE = "H100"
@@ -54,7 +54,7 @@ class Plan:
     baseline_num_heads: int
     baseline_parameters: int
     baseline_flops_per_token: Flops
-    layout: Layout
+    layout: RankLayout
     parameters: Parameters
     trained_parameters: int
     steps: int
@@ -62,7 +62,7 @@ class Plan:
     flops_per_token: Flops
     memory: tuple[StageMemory, ...]
     traffic: Traffic
-    time: Estimate
+    time: TimeEstimate
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -112,7 +112,7 @@ def plan_recipe(
     check_hardware(hardware)
     check_recipe_vocabulary(recipe)
     ranks = world_size if world_size is not None else recipe.parallel.model_ranks
-    layout = Layout.of(recipe, ranks)
+    layout = RankLayout.of(recipe, ranks)
     memory = memory_by_stage(recipe, ranks)
     attention = model.attention
     baseline = model.model_copy(update={"attention": attention.baseline()})

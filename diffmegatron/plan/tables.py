@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diffmegatron.model.accounting.memory import StageMemory
-from diffmegatron.plan.rank_layout import Layout, ranks_in_words
+from diffmegatron.plan.rank_layout import RankLayout, ranks_in_words
 from diffmegatron.plan.summary import Plan
 
 _SECONDS_PER_DAY = 86_400
@@ -209,7 +209,7 @@ def _table(
     return table
 
 
-def _product(layout: Layout) -> str:
+def _product(layout: RankLayout) -> str:
     """Return the layout as a product in words, such as ``tensor 2 x pipeline 4 x data 8``."""
     parts = [f"tensor {layout.tensor}"]
     if layout.context > 1:

@@ -75,7 +75,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TimeEstimate:
     """Estimated time of a step and its parts, in seconds unless stated otherwise.
 
     Attributes:
@@ -113,7 +113,7 @@ def estimate_time(
     hardware: str,
     accelerator: Accelerator,
     assumed: Assumptions,
-) -> Estimate:
+) -> TimeEstimate:
     """Return the estimated time of a recipe on ``world_size`` GPUs."""
     microbatches = recipe.num_microbatches(world_size)
     each = _compute(recipe, accelerator, assumed)
@@ -127,7 +127,7 @@ def estimate_time(
     training = recipe.training
     tokens_per_second = training.tokens_per_step / step
     flops = count_flops(recipe.model, training.seq_length, frozen_matrices(recipe)).training
-    return Estimate(
+    return TimeEstimate(
         hardware=hardware,
         compute=compute,
         communication=in_pipeline + at_the_end,

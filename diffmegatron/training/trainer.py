@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_format import check_same_run, read_recipe
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index import corpus_manifest
@@ -108,7 +108,7 @@ def _is_finished(recipe: Recipe) -> bool:
     """
     run_dir, steps = Path(recipe.run_dir), recipe.training.total_steps
     newest = CheckpointStore(run_dir).latest()
-    if newest is None or read_manifest(newest).step != steps:
+    if newest is None or read_checkpoint_manifest(newest).step != steps:
         return False
     check_same_run(newest, read_recipe(newest), recipe)
     return recipe.checkpoint.resume and not unrecorded_at(recipe, steps, run_dir)
@@ -220,7 +220,8 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     conversations = [
         source.path
         for source in data.sources
-        if data.packing != "none" and corpus_manifest.read_manifest(source.path).is_fine_tuning
+        if data.packing != "none"
+        and corpus_manifest.read_corpus_manifest(source.path).is_fine_tuning
     ]
     if conversations and prints:
         print_line(

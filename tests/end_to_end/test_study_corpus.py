@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suites.recall import AssociativeRecall
@@ -69,7 +69,7 @@ def test_a_text_always_gives_the_same_corpus(tmp_path):
     for name in ("one", "other"):
         out = tmp_path / name
         study_corpus.main([str(text), str(out), "--vocabulary", "300", "--held-out", "0.2"])
-        manifests.append(read_manifest(out / "train"))
+        manifests.append(read_corpus_manifest(out / "train"))
     assert manifests[0].content == manifests[1].content
     assert load_tokenizer(str(tmp_path / "one" / "tokenizer")).vocab_size == 300
     training, held_out = (
@@ -91,7 +91,7 @@ def test_recall_repeats_every_pair(tmp_path):
     for name, seed in (("one", 0), ("other", 0), ("new", 1)):
         sizes = ["--documents", "40", "--held-out", "6", "--keys", "20", "--pairs", "2", "3"]
         study_recall.main([str(tmp_path / name), *sizes, "--seed", str(seed)])
-        contents.append(read_manifest(tmp_path / name / "train").content)
+        contents.append(read_corpus_manifest(tmp_path / name / "train").content)
     assert contents[0] == contents[1] != contents[2]
     tokenizer = load_tokenizer(str(tmp_path / "one" / "tokenizer"))
     assert tokenizer.vocab_size == 41

@@ -274,7 +274,7 @@ def test_an_unsupported_shape_is_refused_with_cudnns_reason(stand_in):
 
 
 def test_documents_past_32_bits_are_refused(stand_in, monkeypatch):
-    monkeypatch.setattr(cudnn_graphs, "MOST_ELEMENTS", 100)
+    monkeypatch.setattr(cudnn_graphs, "_MOST_ELEMENTS", 100)
     inputs = make_inputs(rows=9)
     call = call_of(inputs, cu_seqlens=torch.tensor([0, 4, 9]))
     with pytest.raises(ValueError, match=r"9 packed tokens, .* cuDNN's offsets .* less than 100"):

@@ -23,7 +23,7 @@ from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
-from diffmegatron.attention.kernels.triton.block_sizes import Target
+from diffmegatron.attention.kernels.triton.block_sizes import ChipClass
 from diffmegatron.attention.kernels.wrappers import flash, flex
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
@@ -166,7 +166,7 @@ def test_flex_is_compiled_twice_for_any_number_of_lengths_and_documents(flex_com
     assert flex_compilations.frame_count == 3
 
 
-@pytest.mark.parametrize("target", Target)
+@pytest.mark.parametrize("target", ChipClass)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype, target):
@@ -188,7 +188,7 @@ def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype
     row = 3 * head_dim * dtype.itemsize
     forward = row * sizes["fwd_BLOCK_N"] * (sizes["fwd_num_stages"] - 1)
     backward = row * (sizes["bwd_BLOCK_N1"] + sizes["bwd_BLOCK_M1"] * (sizes["bwd_num_stages"] - 1))
-    limit = {Target.SMALL: 99, Target.LARGE: 163, Target.HOPPER: 227}[target] * 1024
+    limit = {ChipClass.SMALL: 99, ChipClass.LARGE: 163, ChipClass.HOPPER: 227}[target] * 1024
     assert forward <= limit
     assert backward <= limit
     # Accumulators may use at most half of the registers, which is 128 registers per thread. A warp

@@ -10,7 +10,7 @@ import pytest
 
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Facts, Ledger
-from diffmegatron.checkpoint.checkpoint_manifest import Manifest, write_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import CheckpointManifest, write_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from tests import forks
 from tests.conftest import TINY
@@ -84,4 +84,4 @@ def attempt(ledger, tiny_recipe):
 def checkpoint(run_dir: Path, step: int) -> None:
     folder = CheckpointStore(run_dir).path(step)
     folder.mkdir(parents=True)
-    write_manifest(folder, Manifest(step, ()))
+    write_manifest(folder, CheckpointManifest(step, ()))

@@ -13,7 +13,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.commands.jobs import launch as launch_command
 from diffmegatron.config.load import load_recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.operations import launch
 from diffmegatron.operations.cluster import Cluster, load_cluster, parse_time
@@ -24,7 +24,7 @@ from diffmegatron.operations.launch import (
     submit_chain,
     summary,
 )
-from diffmegatron.operations.status import examine
+from diffmegatron.operations.status import examine_run
 from diffmegatron.operations.torchrun import torchrun_file
 from tests.checkpoints import write_checkpoint
 from tests.launch.conftest import FACTS, FOUR, SMALL, checkpoint
@@ -416,7 +416,7 @@ def test_start_from_may_be_missing_if_the_job_has_a_dependency(launched, tmp_pat
 
 
 def test_a_remark_names_a_source_read_about_five_times(launched, corpus):
-    tokens = read_manifest(corpus).tokens
+    tokens = read_corpus_manifest(corpus).tokens
     steps = -(-5 * tokens // (8 * 64))
     (remark,) = launched(f"training.steps={steps}").remarks
     assert remark.startswith(f"{launched().path.parent} reads source {corpus} about 5 times; give")
@@ -457,7 +457,7 @@ def test_slurm_runs_the_job_file_and_rejects_a_wrong_partition(
     (tmp_path / "four.yaml").write_text("model: [")
     number = cluster.call("sbatch", "--parsable", str(found.path)).strip()
     assert cluster.wait(number)["ExitCode"] == "2:0"
-    assert examine(tmp_path / "run").state.startswith("ended by a mistake in attempt 3: ")
+    assert examine_run(tmp_path / "run").state.startswith("ended by a mistake in attempt 3: ")
 
 
 def test_a_chain_has_a_job_for_each_unfinished_stage(chained, tmp_path, attempt):

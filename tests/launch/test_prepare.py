@@ -3,7 +3,7 @@
 import json
 import subprocess
 
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.data.prepare.prepare import prepare
 from tests import forks
 from tests.paths import ROOT
@@ -44,7 +44,7 @@ def test_a_slurm_array_with_a_requeued_part_is_merged_completely(cluster, tmp_pa
     assert said["JobState"] == "COMPLETED", logs
     assert (tmp_path / "limit").exists()
     whole = prepare([source], tmp_path / "whole", "bytes", show_progress=False)
-    assert read_manifest(tmp_path / "out").content == whole.content
+    assert read_corpus_manifest(tmp_path / "out").content == whole.content
 
 
 def test_a_call_without_parts_is_refused(tmp_path):

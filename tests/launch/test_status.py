@@ -13,8 +13,8 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.errors import UserError
-from diffmegatron.operations.attempt import begin, describe
-from diffmegatron.operations.status import examine, print_status
+from diffmegatron.operations.attempt import begin, describe_attempt
+from diffmegatron.operations.status import examine_run, print_status
 from tests.launch.conftest import FACTS, checkpoint
 
 
@@ -38,13 +38,13 @@ def record_held_out_loss(run_dir: Path, step: int) -> None:
 
 
 def text(run_dir: Path, capsys) -> str:
-    print_status(examine(run_dir), Console(width=200))
+    print_status(examine_run(run_dir), Console(width=200))
     return capsys.readouterr().out
 
 
 def test_the_status_of_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"has no recipe\.yaml; give the run_dir"):
-        examine(tmp_path)
+        examine_run(tmp_path)
 
 
 def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
@@ -55,19 +55,19 @@ def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
     # Three steps take six seconds, in records of one and of two steps.
     metrics(run_dir, {1: 100, 2: 104, 4: 106})
     checkpoint(run_dir, 2)
-    found = examine(run_dir)
+    found = examine_run(run_dir)
     assert (found.step, found.steps, found.exit_status) == (4, 20, 1)
     assert found.seconds_left == pytest.approx(16 * 6 / 3)
     said = text(run_dir, capsys)
     assert "unfinished: last recorded " in said and "step            4 of 20" in said
     assert "no ledger of attempts, because no launcher started the run" in said
     checkpoint(run_dir, 20)
-    found = examine(run_dir)
+    found = examine_run(run_dir)
     assert found.state.startswith(
         "unfinished, because valid/loss of the last step are not recorded: "
     )
     record_held_out_loss(run_dir, 20)
-    assert (examine(run_dir).state, examine(run_dir).exit_status) == ("finished", 0)
+    assert (examine_run(run_dir).state, examine_run(run_dir).exit_status) == ("finished", 0)
 
 
 def test_the_last_begun_stage_is_shown_without_a_launcher(tmp_path, tiny_recipe):
@@ -78,13 +78,13 @@ def test_the_last_begun_stage_is_shown_without_a_launcher(tmp_path, tiny_recipe)
         recipe = tiny_recipe(f"run_dir={tmp_path}/{name}", *start)
         (tmp_path / name / "recipe.yaml").write_text(dump_recipe(recipe))
     checkpoint(tmp_path / "b_first", 20)
-    assert (examine(tmp_path).state, examine(tmp_path).exit_status) == (
+    assert (examine_run(tmp_path).state, examine_run(tmp_path).exit_status) == (
         "stage a_second unfinished",
         1,
     )
     checkpoint(tmp_path / "a_second", 20)
     record_held_out_loss(tmp_path / "a_second", 20)
-    assert examine(tmp_path).state == "stage a_second finished"
+    assert examine_run(tmp_path).state == "stage a_second finished"
 
 
 def test_an_attempt_without_recent_heartbeats_is_reported_as_hanging(attempt, ledger, monkeypatch):
@@ -93,12 +93,12 @@ def test_an_attempt_without_recent_heartbeats_is_reported_as_hanging(attempt, le
     monkeypatch.setattr(time, "time", lambda: now + passed[0])
     said = []
     for passed[0] in (3599.0, 3601.0):
-        found = examine(ledger.run_dir)
+        found = examine_run(ledger.run_dir)
         said.append((found.exit_status, found.state))
     record = RankRecord(ledger.folder(1))
     record.set_step(5, str(ledger.run_dir))
     for passed[0] in (3601.0 + 599.0, 3601.0 + 601.0):
-        found = examine(ledger.run_dir)
+        found = examine_run(ledger.run_dir)
         said.append((found.exit_status, found.state))
     assert said == [
         (0, "attempt 1 starts: last heartbeat 0:59:59 ago"),
@@ -123,7 +123,7 @@ def test_the_state_of_a_job_follows_from_its_ended_attempts(
 ):
     for status in statuses:
         attempt(status)
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert found.state.startswith(state)
     assert found.exit_status == exit_status
 
@@ -149,7 +149,7 @@ def test_a_mistake_before_any_rank_is_started_ends_the_job(attempt, ledger, star
     attempt(None)
     with pytest.raises(UserError, match=r"edited\.yaml"):
         starts(BROKEN)
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert (
         found.state.startswith("ended by a mistake in attempt 3: ") and "edited.yaml" in found.state
     )
@@ -162,7 +162,7 @@ def test_a_mistake_before_any_rank_is_started_ends_the_job(attempt, ledger, star
 def test_a_mistake_at_the_first_start_of_a_job_is_recorded(ledger, starts, capsys):
     with pytest.raises(UserError):
         starts(BROKEN)
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert (found.exit_status, found.steps, found.run_dir) == (2, None, str(ledger.run_dir))
     assert "step            none yet" in text(ledger.run_dir, capsys)
 
@@ -171,7 +171,7 @@ def test_a_mistake_in_a_readable_recipe_is_recorded_in_its_ledger(ledger, starts
     recipe = (tmp_path / "tiny.yaml").read_text()
     with pytest.raises(UserError, match="global_batch_size"):
         starts(recipe.replace("global_batch_size: 8", "global_batch_size: 6"), None)
-    assert examine(ledger.run_dir).exit_status == 2
+    assert examine_run(ledger.run_dir).exit_status == 2
     with pytest.raises(UserError):
         starts(BROKEN, None)  # without a run_dir, the ledger cannot be found
     assert len(ledger.attempts()) == 1
@@ -180,15 +180,15 @@ def test_a_mistake_in_a_readable_recipe_is_recorded_in_its_ledger(ledger, starts
 def test_a_queued_job_is_reported_as_waiting(attempt, ledger, capsys):
     ledger.run_dir.mkdir()
     (ledger.run_dir / "job_number").write_text("17\n")
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     waits = "job {} has not started: it waits in the queue or was cancelled there"
     assert (found.state, found.exit_status, found.is_over) == (waits.format(17), 1, False)
     said = text(ledger.run_dir, capsys)
     assert "step            none yet" in said and "no launcher" not in said
     attempt(2)  # The attempt belongs to job 17.
-    assert examine(ledger.run_dir).exit_status == 2
+    assert examine_run(ledger.run_dir).exit_status == 2
     (ledger.run_dir / "job_number").write_text("19\n")
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert found.state.startswith(f"{waits.format(19)}; before it: ended by a mistake in attempt 1")
     assert (found.exit_status, found.is_over) == (1, False)
 
@@ -214,7 +214,7 @@ def test_the_status_of_a_chain_shows_its_first_unfinished_stage(tmp_path, tiny_r
         ledger.end(attempt)
 
     def told() -> tuple[str, int, bool]:
-        found = examine(chain)
+        found = examine_run(chain)
         return found.state, found.exit_status, found.is_over
 
     assert told()[0].startswith("stage z_first, 1 of 3: job 20 has not started")
@@ -235,7 +235,7 @@ def test_the_status_shows_progress_speed_loss_and_checkpoint(attempt, ledger, ca
     RankRecord(ledger.folder(begun.number)).set_step(8, str(ledger.run_dir))
     # A step needs two seconds. Between steps 3 and 4, a requeue delays the run by two minutes.
     metrics(ledger.run_dir, {1: 100, 2: 102, 3: 104, 4: 224, 5: 226, 6: 228, 7: 230, 8: 232})
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert (found.step, found.steps, found.seconds_left) == (8, 20, pytest.approx(24))
     said = text(ledger.run_dir, capsys)
     for line in (
@@ -256,7 +256,7 @@ def test_no_reason_is_wrapped_on_a_narrow_terminal(attempt, ledger, capsys):
     reason = "RuntimeError: " + "the cable of the network adapter is loose, " * 4 + "twice"
     RankRecord(ledger.folder(begun.number), 0).end(1, reason)
     ended = ledger.end(begun)
-    print_status(examine(ledger.run_dir), Console(width=80))
+    print_status(examine_run(ledger.run_dir), Console(width=80))
     lines = capsys.readouterr().out.splitlines()
     assert reason in ended.reason and f"           why: {ended.reason}" in lines
 
@@ -265,7 +265,7 @@ def test_control_characters_in_a_reason_are_escaped(attempt, ledger, capsys):
     begun = attempt(None)
     end = End(status=1, reason="a\n\x1b[2Jattempt 2: finished", host="n0\n")
     (ledger.folder(begun.number) / "rank_00000.json").write_text(end.model_dump_json())
-    described = describe(ledger.end(begun))
+    described = describe_attempt(ledger.end(begun))
     said = text(ledger.run_dir, capsys)
     for shown in (said, described):
         assert "\x1b" not in shown and "\nattempt 2" not in shown
@@ -297,11 +297,11 @@ def test_the_status_shows_blamed_hosts(attempt, ledger, capsys):
         for rank in range(3):
             RankRecord(ledger.folder(begun.number), rank).end(0)
         ledger.end(begun)
-    assert examine(ledger.run_dir).suspects == {"n1": 2}
+    assert examine_run(ledger.run_dir).suspects == {"n1": 2}
     assert "blamed hosts    n1 (2)" in text(ledger.run_dir, capsys)
     for _ in range(10):
         attempt(75)
-    assert examine(ledger.run_dir).suspects == {}
+    assert examine_run(ledger.run_dir).suspects == {}
 
 
 def test_the_status_shows_slow_hosts(attempt, ledger, capsys):
@@ -317,7 +317,7 @@ def test_the_last_values_of_large_metrics_are_found(attempt, ledger):
     attempt(None)
     metrics(ledger.run_dir, {step: 2.0 * step for step in range(1, 3000)})
     assert (ledger.run_dir / "metrics.jsonl").stat().st_size > 1 << 18
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert (found.step, found.values["perf/tokens_per_second"]) == (2999, 2999e3)
 
 
@@ -325,13 +325,13 @@ def test_the_status_shows_the_stage_in_progress(ledger, tiny_recipe, capsys):
     stages = [tiny_recipe(f"run_dir={ledger.run_dir}/{name}") for name in ("a", "b")]
     ledger.begin(stages, FACTS)
     checkpoint(ledger.run_dir / "a", 20)
-    assert examine(ledger.run_dir).run_dir == f"{ledger.run_dir}/a"
+    assert examine_run(ledger.run_dir).run_dir == f"{ledger.run_dir}/a"
     RankRecord(ledger.folder(1)).set_step(2, f"{ledger.run_dir}/b")
-    found = examine(ledger.run_dir)
+    found = examine_run(ledger.run_dir)
     assert (found.run_dir, found.step, found.checkpoint) == (f"{ledger.run_dir}/b", 2, None)
     assert "stage           b, 2 of 2\n" in text(ledger.run_dir, capsys)
     with pytest.raises(UserError, match=f"b is a stage of {ledger.run_dir}; give that folder"):
-        examine(ledger.run_dir / "b")
+        examine_run(ledger.run_dir / "b")
 
 
 def test_the_command_returns_the_exit_status_and_watches_until_the_end(

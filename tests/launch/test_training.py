@@ -9,7 +9,7 @@ import yaml
 from diffmegatron.attempts.ledger import Ledger
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.operations.launch import prepare_launch, submit
-from diffmegatron.operations.status import examine
+from diffmegatron.operations.status import examine_run
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests import forks
 from tests.launch.conftest import FOUR, SMALL
@@ -51,7 +51,7 @@ def test_a_stopped_training_job_is_requeued_and_finishes(cluster, job, tmp_path)
     steps = [entry["step"] for entry in read_metrics(run_dir) if "train/loss" in entry]
     assert steps == list(range(1, STEPS + 1))
     assert CheckpointStore(run_dir).latest() == CheckpointStore(run_dir).path(STEPS)
-    found = examine(run_dir)
+    found = examine_run(run_dir)
     assert (found.exit_status, found.step) == (0, STEPS)
     # The attempt's ranks.log has the output of all ranks. The job's log has only rank 0's output.
     said = (run_dir / "attempts/0001/ranks.log").read_text()

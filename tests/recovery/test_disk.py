@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
-from diffmegatron.checkpoint.checkpoint_manifest import read_manifest
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
 from diffmegatron.training import trainer
@@ -65,7 +65,7 @@ def test_a_failed_save_on_a_full_disk_keeps_the_older_checkpoint(
 
     The disk has room for 1.5 checkpoints.
     """
-    one = read_manifest(finished / "run/checkpoints/step_00000004").size
+    one = read_checkpoint_manifest(finished / "run/checkpoints/step_00000004").size
     disk = small_disk(one * 3 // 2)
     run = tmp_path / "run"
     run.mkdir()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diffmegatron.data.index.corpus_manifest import Manifest, read_manifest
+from diffmegatron.data.index.corpus_manifest import CorpusManifest, read_corpus_manifest
 from diffmegatron.data.prepare import worker_pool as pool
 from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 17) -> Manifest:
+def run(corpus: Path, prefix: Path, workers: int = 1, batch_records: int = 17) -> CorpusManifest:
     # Small batches mean many commits, so that a kill can happen at many commits.
     pool._BATCH_RECORDS = batch_records
     return prepare(
@@ -122,7 +122,7 @@ def test_killed_parts_resume_and_merge_into_the_whole_corpus(corpus: Path, tmp_p
         run_part(corpus, tmp_path / "out", part)
     run_part(corpus, tmp_path / "whole", None)
     merged = merge(tmp_path / "out", show_progress=False)
-    assert merged.content == read_manifest(tmp_path / "whole").content
+    assert merged.content == read_corpus_manifest(tmp_path / "whole").content
 
 
 def run_part(corpus: Path, prefix: Path, part: Part | None) -> None:

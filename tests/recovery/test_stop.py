@@ -11,7 +11,7 @@ import torch
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
-from diffmegatron.operations.status import examine
+from diffmegatron.operations.status import examine_run
 from diffmegatron.training import trainer
 from diffmegatron.training.monitoring import evaluators
 from diffmegatron.training.monitoring.metrics import read_metrics
@@ -127,14 +127,14 @@ def test_the_last_evaluation_resumes_after_each_stop_signal(
             stopped = signalling(evaluators.forward_only, call, signal.SIGTERM)
             patch.setattr(evaluators, "forward_only", stopped)
             assert not train(recipe)
-        stopped_at = examine(Path(recipe.run_dir))
+        stopped_at = examine_run(Path(recipe.run_dir))
         left = "test/loss" if call == 3 else "valid/loss, test/loss"
         assert f"unfinished, because {left} of the last step are not recorded" in stopped_at.state
         assert stopped_at.exit_status == 1
     assert "first with test/loss\n" in capfd.readouterr().out
     assert train(recipe)
     assert losses(Path(recipe.run_dir)) == undisturbed
-    assert examine(Path(recipe.run_dir)).state == "finished"
+    assert examine_run(Path(recipe.run_dir)).state == "finished"
 
 
 def test_a_non_finite_test_loss_after_a_restart_ends_the_run(tiny_recipe, monkeypatch):

@@ -35,7 +35,7 @@ def test_an_error_of_an_internal_file_keeps_its_traceback(monkeypatch, tmp_path)
     def fails(*_: object) -> None:
         (tmp_path / "of the program").read_text()
 
-    monkeypatch.setattr("diffmegatron.doctor.run", fails)
+    monkeypatch.setattr("diffmegatron.doctor.print_examination", fails)
     status, _, _ = run(["doctor"])
     assert "FileNotFoundError" in str(status)
     status, _, err = run(["doctor", str(tmp_path)])

@@ -24,7 +24,12 @@ from diffmegatron.config.load import check_recipe, load_stages
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
-from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
+from diffmegatron.data.prepare.journal import (
+    Journal,
+    JournalState,
+    PreparationIdentity,
+    last_commit,
+)
 from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
@@ -38,7 +43,7 @@ from diffmegatron.evaluation.suites.math import BENCHMARKS
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.files import read_json, write_sealed
 from diffmegatron.hf.configuration import model_section, read_config
-from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, Source, keep_original
+from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, PretrainedTensors, keep_original
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
 from diffmegatron.training.monitoring.metrics import MetricsWriter, read_metrics
@@ -195,10 +200,10 @@ def journal(folder: Path) -> tuple[Path, Read]:
 
     The state has the number of committed bytes of each file of the journal.
     """
-    identity = Identity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
+    identity = PreparationIdentity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
     with Journal(folder / "out", ("tokens",), None) as begun:
         begun.append("tokens", b"1234" * 20)
-        begun.commit(State(identity=identity))
+        begun.commit(JournalState(identity=identity))
 
     def read() -> None:
         Journal(folder / "out", ("tokens",), last_commit(folder / "out")).close()
@@ -288,11 +293,11 @@ def pretrained(name: str) -> Reader:
 
     def make(folder: Path) -> tuple[Path, Read]:
         write_pretrained(folder / "hf", "qwen3")
-        keep_original(Source(folder / "hf"), folder / "kept")
+        keep_original(PretrainedTensors(folder / "hf"), folder / "kept")
         at = folder / "kept" if name == "dtypes.json" else folder / "hf"
 
         def read() -> None:
-            config, source = read_config(folder / "hf"), Source(folder / "hf")
+            config, source = read_config(folder / "hf"), PretrainedTensors(folder / "hf")
             values = {"run_dir": "run", "model": model_section(config, 0), **REST}
             model = check_recipe(values, "the model").model
             source.check(table(model), tied=model.tied_embeddings)

@@ -189,3 +189,42 @@ def imports_at_once(path: Path) -> set[str]:
             names |= imported_by(node, path)
             nodes += ast.iter_child_nodes(node)
     return names
+
+
+# Names that several modules define on purpose -> reason.
+SHARED_NAMES = {
+    "Heads": "the heads of a kind, the selected heads of DEX, and the heads of a kernel's tile",
+    "cross_entropy": "the loss of a network, and the kernel that computes it",
+    "log": "the logger of a module",
+    "Kind": "a type variable",
+    "T": "a type variable",
+}
+
+
+def defined_by(path: Path) -> set[str]:
+    """Return the public names that a module defines outside functions and classes."""
+    names = set()
+    for node in ast.parse((PACKAGE / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_has_one_home():
+    """Check that no two modules define the same public name.
+
+    Commands and ``api.py`` have the names of the functions that they call. The backends in
+    ``attention/kernels`` implement the same functions. Files in ``hf/modeling`` cannot import this
+    package.
+    """
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        if within(path, {"cli", "api", "commands", "hf/modeling"}):
+            continue
+        home = "attention/kernels" if within(path, {"attention/kernels"}) else str(path)
+        for name in defined_by(path) - SHARED_NAMES.keys():
+            homes.setdefault(name, []).append(home)
+    assert not {name: sorted(where) for name, where in homes.items() if len({*where}) > 1}

@@ -21,7 +21,7 @@ from diffmegatron.model.layers.layer_specs import available_host
 from tests.paths import ROOT
 
 
-def find(report: doctor.Report, name: str) -> doctor.Finding:
+def find(report: doctor.Report, name: str) -> doctor.DoctorRow:
     findings = [f for section in report.sections.values() for f in section]
     return next(finding for finding in findings if finding.name == name)
 
@@ -163,7 +163,7 @@ def test_the_tokenizer_file_is_reported_as_found_or_missing(tmp_path, monkeypatc
     file.touch()
     monkeypatch.setenv("DIFFMEGATRON_TIKTOKEN", str(tmp_path))
     report = doctor.examine()
-    assert find(report, CL100K) == doctor.Finding(CL100K, "found", str(file))
+    assert find(report, CL100K) == doctor.DoctorRow(CL100K, "found", str(file))
 
 
 def test_the_launchers_environment_is_shown(monkeypatch):
@@ -171,7 +171,7 @@ def test_the_launchers_environment_is_shown(monkeypatch):
     assert find(doctor.examine(), "launcher").value == "none"
     monkeypatch.setenv("WORLD_SIZE", "8")
     launch = doctor.examine().sections["Launch"]
-    assert doctor.Finding("WORLD_SIZE", "8") in launch
+    assert doctor.DoctorRow("WORLD_SIZE", "8") in launch
     assert "launcher" not in [finding.name for finding in launch]
 
 

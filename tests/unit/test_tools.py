@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from tests.paths import ROOT
 
 SCRIPTS = {
@@ -55,7 +55,7 @@ def test_data_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "text.txt").write_text("Fourteen words of text.")
     words = [str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert not run("prepare_data.py", *words, monkeypatch=monkeypatch)
-    assert read_manifest(tmp_path / "out").documents == 1
+    assert read_corpus_manifest(tmp_path / "out").documents == 1
 
 
 def test_a_user_error_exits_with_status_2(

@@ -20,8 +20,8 @@ import numpy as np
 # time must not count in the other measurements.
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.corpus_manifest import (
+    CorpusManifest,
     FileRecord,
-    Manifest,
     TokenizerRecord,
     document_lengths,
     hash_file,
@@ -72,7 +72,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, *, sparse: bool) -> None:
     write_index(index, lengths, counts, dtype)
     record = {name: getattr(tokenizer, name) for name in TokenizerRecord.model_fields}
     output = FileRecord(path=index.name, bytes=index.stat().st_size, sha256=hash_file(index))
-    manifest = Manifest(
+    manifest = CorpusManifest(
         tokenizer=TokenizerRecord(**record),
         settings={"layout": "text"},
         documents=len(lengths),

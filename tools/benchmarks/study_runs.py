@@ -16,7 +16,7 @@ from typing import Any
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
 from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
@@ -260,7 +260,7 @@ class Runner:
         """
         recipe = self._load(run)
         values = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"run_dir"})
-        manifests = [read_manifest(source.path) for source in recipe.data.sources]
+        manifests = [read_corpus_manifest(source.path) for source in recipe.data.sources]
         for source, manifest in zip(values["data"]["sources"], manifests, strict=True):
             source["path"] = manifest.content
         values["data"]["tokenizer"] = [manifest.tokenizer.sha256 for manifest in manifests]

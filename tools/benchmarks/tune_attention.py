@@ -32,7 +32,7 @@ from diffmegatron.attention.kernels.call import AttentionCall
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import triton_attention
-from diffmegatron.attention.kernels.triton.block_sizes import Blocks
+from diffmegatron.attention.kernels.triton.block_sizes import BlockSizes
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
 from tools.benchmarks.json_report import write_json_report
@@ -99,14 +99,14 @@ def this_capability() -> int | None:
 
 
 @contextmanager
-def chosen(kernel: str, blocks: Blocks) -> Iterator[None]:
+def chosen(kernel: str, blocks: BlockSizes) -> Iterator[None]:
     """Make the kernel use these block sizes within the context."""
     function = f"{kernel.removesuffix('_one_pass')}_blocks"
     with mock.patch.object(launch, function, lambda *_: blocks):
         yield
 
 
-def compiled(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> Usage | None:
+def compiled(kernel: str, blocks: BlockSizes, arguments: argparse.Namespace) -> Usage | None:
     """Compile a kernel with these block sizes.
 
     Returns:
@@ -148,7 +148,7 @@ def build_pass(kernel: str, arguments: argparse.Namespace) -> Callable[[], list[
     return lambda: list(torch.autograd.grad(out, inputs, grad, retain_graph=True))
 
 
-def compared(kernel: str, blocks: Blocks, arguments: argparse.Namespace) -> dict[str, float]:
+def compared(kernel: str, blocks: BlockSizes, arguments: argparse.Namespace) -> dict[str, float]:
     """Time block sizes alternately with the default ones, and compare the results.
 
     Returns:
@@ -185,14 +185,17 @@ def largest_error(found: list[Tensor], right: list[Tensor]) -> float:
     )
 
 
-def candidates(kernel: str, arguments: argparse.Namespace) -> list[Blocks]:
+def candidates(kernel: str, arguments: argparse.Namespace) -> list[BlockSizes]:
     """Return all combinations of the command line's values, or the best of an earlier list."""
     if arguments.listed is not None:
         rows = json.loads(arguments.listed.read_text())["kernels"].get(kernel, [])
-        return [Blocks(*(row[name] for name in Blocks._fields)) for row in rows[: arguments.best]]
+        return [
+            BlockSizes(*(row[name] for name in BlockSizes._fields))
+            for row in rows[: arguments.best]
+        ]
     licm = map(bool, arguments.licm)
     sizes = (arguments.rows, arguments.keys, arguments.warps, arguments.stages, licm)
-    return [Blocks(*combination) for combination in itertools.product(*sizes)]
+    return [BlockSizes(*combination) for combination in itertools.product(*sizes)]
 
 
 def try_all(kernel: str, arguments: argparse.Namespace) -> list[dict]:

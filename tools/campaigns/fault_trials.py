@@ -33,7 +33,7 @@ from diffmegatron.checkpoint.checkpoint_format import (
 )
 from diffmegatron.checkpoint.checkpoint_manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     describe_file,
     write_manifest,
 )
@@ -264,7 +264,7 @@ def sign(copy: Path) -> None:
     """Write a new manifest that matches the damaged files of a checkpoint."""
     files = sorted(path for path in checkpoint(copy).iterdir() if path.name != MANIFEST)
     entries = tuple(describe_file(path) for path in files)
-    write_manifest(checkpoint(copy), Manifest(STEP, entries))
+    write_manifest(checkpoint(copy), CheckpointManifest(STEP, entries))
 
 
 # Inputs of prepare

@@ -10,7 +10,7 @@ from torch import Tensor
 from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
 from .wrappers import cudnn_graphs, flash
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Lowest GPU compute capability that all the optional libraries support (8.0 is Ampere).
 LEAST_CAPABILITY = (8, 0)
@@ -31,7 +31,7 @@ def _is_usable(library: str) -> bool:
         return False
     reason = _unusable_reason(library)
     if reason is not None:
-        logger.warning("%s is installed but not usable: %s", library, reason)
+        log.warning("%s is installed but not usable: %s", library, reason)
     return reason is None
 
 
@@ -73,7 +73,7 @@ def installed_backend(backend: str, call: Call) -> Backend:
     name, reason = choose_backend(backend, call, importable_libraries())
     if backend == "auto":
         where = f"{call.device}, {call.dtype}, d={call.head_dim}"
-        logger.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
+        log.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
     return BACKENDS[call.op][name]
 
 

@@ -12,7 +12,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_text
 from diffmegatron.section import Section, Size
 from diffmegatron.validation import validated
-from diffmegatron.yaml_documents import MAX_BYTES, parse_yaml
+from diffmegatron.yaml_documents import MAX_YAML_BYTES, parse_yaml
 
 # Default share of each layer's heads that ``dex select`` selects. ``plan`` assumes this share while
 # the file of ``dex select`` does not exist.
@@ -97,7 +97,7 @@ def read_selected(file: str, *, may_be_missing: bool) -> dict[str, Any]:
         if not may_be_missing:
             raise Unselected(file).error()
         return {"selected_heads": Unselected(file)}
-    content = parse_yaml(read_text(path, max_bytes=MAX_BYTES), format_path(path))
+    content = parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), format_path(path))
     name = f"{format_path(path)}, read as a file of 'diffmegatron dex select'"
     heads = validated(HeadsFile, content, name)
     if heads.model.num_layers != len(heads.heads):

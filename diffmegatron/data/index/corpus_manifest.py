@@ -24,14 +24,12 @@ from diffmegatron.files import (
     read_json,
     shorten,
 )
-from diffmegatron.section import Section
+from diffmegatron.section import CountOrZero, Section
 
 _BUFFER = 1 << 20
 _READ_BYTES = 1 << 24
 _HASHED_AT_ONCE = 1 << 30
 LAYOUTS = ("text", "instruction", "chat", "template")
-
-CountOrZero = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TokenizerRecord(Section):
@@ -74,7 +72,7 @@ class LengthBin(Section):
     tokens: CountOrZero
 
 
-class Manifest(Section):
+class CorpusManifest(Section):
     """Content of ``PREFIX.json``."""
 
     version: Literal[1] = 1
@@ -151,7 +149,7 @@ def parts_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.parts")
 
 
-def read_manifest(prefix: str | Path) -> Manifest:
+def read_corpus_manifest(prefix: str | Path) -> CorpusManifest:
     """Read the manifest ``PREFIX.json`` of a corpus."""
     path = manifest_path(prefix)
     if not os.path.lexists(path):
@@ -161,7 +159,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
         raise UserError(
             f"{format_path(path)} does not exist; write it with 'diffmegatron {command}'"
         )
-    manifest: Manifest = read_json(path, Manifest)
+    manifest: CorpusManifest = read_json(path, CorpusManifest)
     return manifest
 
 
@@ -195,7 +193,7 @@ def pieces(path: Path, before: int = 0) -> Iterator[memoryview]:
                 yield buffer[:count]
 
 
-def data_files(manifest: Manifest) -> tuple[str, ...]:
+def data_files(manifest: CorpusManifest) -> tuple[str, ...]:
     """Return the suffixes of the data files of a corpus, ``.idx`` last.
 
     The token files are ``.bin``, or ``.parts/NAME`` for each part of a merged corpus.
@@ -204,7 +202,7 @@ def data_files(manifest: Manifest) -> tuple[str, ...]:
     return (*(parts or (".bin",)), ".idx")
 
 
-def check_sizes(prefix: str | Path, manifest: Manifest) -> IndexHeader:
+def check_sizes(prefix: str | Path, manifest: CorpusManifest) -> IndexHeader:
     """Compare file sizes and the number of documents with the manifest; return the index header."""
     header = read_header(Path(f"{prefix}.idx"))
     name = format_path(manifest_path(prefix))
@@ -237,7 +235,7 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
     The generator yields after every GiB, so that the caller can do other work. It compares the
     hashes only when it is exhausted.
     """
-    path, manifest = Path(f"{prefix}{suffix}"), read_manifest(prefix)
+    path, manifest = Path(f"{prefix}{suffix}"), read_corpus_manifest(prefix)
     # The files may have been renamed to another prefix, so find the recorded hash by suffix.
     recorded = {Path(output.path).suffix: output.sha256 for output in manifest.outputs}
     recorded |= {f".parts/{part.path}": part.sha256 for part in manifest.parts}
@@ -256,9 +254,9 @@ def check_hash(prefix: str | Path, suffix: str) -> Iterator[None]:
         )
 
 
-def check_hashes(prefix: str | Path) -> Manifest:
+def check_hashes(prefix: str | Path) -> CorpusManifest:
     """Check first the sizes and then the hashes of all data files; return the manifest."""
-    manifest = read_manifest(prefix)
+    manifest = read_corpus_manifest(prefix)
     check_sizes(prefix, manifest)
     for suffix in data_files(manifest):
         list(check_hash(prefix, suffix))

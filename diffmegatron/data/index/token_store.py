@@ -11,10 +11,10 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
 
 from diffmegatron.data.index.corpus_manifest import (
-    Manifest,
+    CorpusManifest,
     check_sizes,
     parts_folder,
-    read_manifest,
+    read_corpus_manifest,
 )
 from diffmegatron.data.index.index_file import check_boundaries
 from diffmegatron.data.tokenizers import Tokenizer
@@ -74,7 +74,7 @@ class Corpus:
     """
 
     prefix: str  # path without .bin
-    manifest: Manifest
+    manifest: CorpusManifest
     tokens: Tokens  # int32 or uint16 [tokens]
     lengths: np.ndarray  # int32 [documents]: number of tokens, with end-of-document token
     offsets: np.ndarray  # int64 [documents]: byte at which each document begins in the tokens
@@ -111,7 +111,7 @@ class Corpus:
 
 def open_corpus(prefix: str) -> Corpus:
     """Open a prepared corpus; check the sizes of its files."""
-    manifest = read_manifest(prefix)
+    manifest = read_corpus_manifest(prefix)
     header = check_sizes(prefix, manifest)
     if not manifest.documents:
         raise UserError(

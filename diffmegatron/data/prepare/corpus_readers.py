@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 20
 _ZSTD_BYTES = 1 << 12
 
 
-class Record(NamedTuple):
+class CorpusRecord(NamedTuple):
     """One raw document of a file."""
 
     line: int  # line or row, counted from 1 at the start of the range that is read
@@ -136,7 +136,9 @@ def _fingerprint(status: os.stat_result) -> Fingerprint:
     return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+def read_records(
+    file: CorpusFile, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[CorpusRecord]:
     """Yield the records of a file in order.
 
     A record of more than ``max_bytes`` bytes has a ``problem`` and no payload. From a Parquet file,
@@ -157,7 +159,9 @@ def read_records(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> 
     file.check_unchanged()
 
 
-def _read_lines(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+def _read_lines(
+    file: CorpusFile, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[CorpusRecord]:
     with _open(file.path) as stream:
         if file.before:
             stream.seek(file.before)
@@ -167,7 +171,7 @@ def _read_lines(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> I
             line += 1
             left -= len(payload)
             if len(payload.rstrip(b"\r\n")) <= max_bytes:
-                yield Record(line, payload)
+                yield CorpusRecord(line, payload)
                 continue
             while payload and not payload.endswith(b"\n"):
                 payload = stream.readline(_READ_BYTES)
@@ -175,13 +179,17 @@ def _read_lines(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> I
             yield _oversized(line, max_bytes)
 
 
-def _read_text(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+def _read_text(
+    file: CorpusFile, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[CorpusRecord]:
     with _open(file.path) as stream:
         payload = stream.read(max_bytes + 1)
-    yield Record(1, payload) if len(payload) <= max_bytes else _oversized(1, max_bytes)
+    yield CorpusRecord(1, payload) if len(payload) <= max_bytes else _oversized(1, max_bytes)
 
 
-def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) -> Iterator[Record]:
+def _read_parquet(
+    file: CorpusFile, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[CorpusRecord]:
     with (
         open_file(file.path) as stream,
         # A page without a checksum is accepted.
@@ -191,12 +199,16 @@ def _read_parquet(file: CorpusFile, columns: tuple[str, ...], max_bytes: int) ->
         line = 0
         if not present:
             # Arrow yields no rows if no column is read, and the file would seem to be empty.
-            yield from (Record(row + 1, {}) for row in range(table.metadata.num_rows))
+            yield from (CorpusRecord(row + 1, {}) for row in range(table.metadata.num_rows))
             return
         for batch in table.iter_batches(batch_size=256, columns=present):
             for row in _rows(_as_bytes(batch)):
                 line += 1
-                record = Record(line, b"", row) if isinstance(row, str) else Record(line, row)
+                record = (
+                    CorpusRecord(line, b"", row)
+                    if isinstance(row, str)
+                    else CorpusRecord(line, row)
+                )
                 yield _oversized(line, max_bytes) if record.payload_bytes > max_bytes else record
         if line != table.metadata.num_rows:
             raise EOFError(f"its header has {table.metadata.num_rows} rows")
@@ -228,8 +240,8 @@ def _as_bytes(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 _READERS = {"jsonl": _read_lines, "text": _read_text, "parquet": _read_parquet}
 
 
-def _oversized(line: int, max_bytes: int) -> Record:
-    return Record(line, b"", f"longer than {max_bytes} bytes")
+def _oversized(line: int, max_bytes: int) -> CorpusRecord:
+    return CorpusRecord(line, b"", f"longer than {max_bytes} bytes")
 
 
 @contextmanager

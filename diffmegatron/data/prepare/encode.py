@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffmegatron.data.prepare.chat_template import ChatTemplate
-from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record
+from diffmegatron.data.prepare.corpus_readers import CorpusFile, CorpusRecord
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import UnusableError, parse, segments
 from diffmegatron.data.tokenizers import EncodeError, Tokenizer, load_tokenizer
@@ -58,7 +58,7 @@ def loaded(tokenizer: str) -> Tokenizer:
 
 
 def encode_batch(
-    records: list[tuple[CorpusFile, Record]], settings: PrepareSettings
+    records: list[tuple[CorpusFile, CorpusRecord]], settings: PrepareSettings
 ) -> EncodedBatch:
     """Decode, parse and tokenise records; each record that cannot be used becomes a reject."""
     tokenizer, dtype = loaded(settings.tokenizer), token_dtype(settings.tokenizer)
@@ -101,7 +101,7 @@ def template(tokenizer: str) -> ChatTemplate:
 
 
 def _encoded(
-    file: CorpusFile, record: Record, settings: PrepareSettings
+    file: CorpusFile, record: CorpusRecord, settings: PrepareSettings
 ) -> tuple[list[str], list[np.ndarray]]:
     """Return a record's texts and the ids of each text; two empty lists for a blank JSONL line."""
     is_blank = isinstance(record.payload, bytes) and not record.payload.strip()
@@ -124,7 +124,9 @@ def _digest(document: np.ndarray) -> bytes:
     return hashlib.blake2b(document.data, digest_size=DIGEST_BYTES).digest()
 
 
-def _reject(file: CorpusFile, record: Record, settings: PrepareSettings, reason: str) -> Reject:
+def _reject(
+    file: CorpusFile, record: CorpusRecord, settings: PrepareSettings, reason: str
+) -> Reject:
     identity = None
     if settings.id_field is not None:
         with suppress(UnusableError):

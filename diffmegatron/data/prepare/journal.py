@@ -11,7 +11,7 @@ from typing import Annotated, BinaryIO, Self
 from pydantic import BaseModel, Field
 
 from diffmegatron.data.index.corpus_manifest import PartRecord
-from diffmegatron.data.prepare.worker_pool import Position
+from diffmegatron.data.prepare.worker_pool import CorpusPosition
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_sealed, write_sealed
 from diffmegatron.section import Section
@@ -32,7 +32,7 @@ class Counts:
     duplicates: int = 0
 
 
-class Identity(Section):
+class PreparationIdentity(Section):
     """Inputs and settings of a preparation; they must be unchanged to resume it."""
 
     settings: dict[str, str | bool | int | None]
@@ -40,11 +40,11 @@ class Identity(Section):
     part: PartRecord | None = None  # None: the whole corpus
 
 
-class State(Section, frozen=False):
+class JournalState(Section, frozen=False):
     """Progress of a preparation, which each commit of the journal records."""
 
-    identity: Identity
-    position: Position = Position()
+    identity: PreparationIdentity
+    position: CorpusPosition = CorpusPosition()
     counts: Counts = Field(default_factory=Counts)
     first_reject: str = ""  # description of the first unusable record
     finished: bool = False  # whether all files are complete and can be renamed
@@ -60,7 +60,7 @@ class FileState(BaseModel):
 class Commit(BaseModel):
     """Last commit of a journal."""
 
-    state: State
+    state: JournalState
     files: dict[str, FileState]
 
 
@@ -117,7 +117,7 @@ class Journal:
         """Return the sha256 of all bytes of the file ``name``, committed or not."""
         return self._digests[name].hexdigest()
 
-    def commit(self, state: State) -> None:
+    def commit(self, state: JournalState) -> None:
         """Write ``state`` and all appended data durably."""
         for file in self._files.values():
             file.flush()

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 
 from diffmegatron.data.index.corpus_manifest import (
+    CorpusManifest,
     FileRecord,
     LengthBin,
-    Manifest,
     PartRecord,
     check_hash,
     check_hashes,
@@ -38,7 +38,7 @@ from diffmegatron.data.index.corpus_manifest import (
     other_settings,
     parts_folder,
     pieces,
-    read_manifest,
+    read_corpus_manifest,
 )
 from diffmegatron.data.index.index_file import merge_indexes
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
@@ -182,8 +182,8 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
         )
     for other in begun:
         if other != part and manifest_path(other.prefix(prefix)).exists():
-            manifest = read_manifest(other.prefix(prefix))
-            problem = difference(manifest, settings, record)
+            manifest = read_corpus_manifest(other.prefix(prefix))
+            problem = _difference(manifest, settings, record)
             if problem:
                 raise UserError(
                     f"{format_path(other.prefix(prefix))} was prepared {problem}, and all parts "
@@ -192,7 +192,7 @@ def check_fits(prefix: Path, part: Part, record: PartRecord, settings: Mapping[s
             return
 
 
-def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord) -> str:
+def _difference(manifest: CorpusManifest, settings: Mapping[str, Any], part: PartRecord) -> str:
     """Return how the preparation of ``manifest`` differs from another one, or "" if it does not.
 
     ``settings`` and ``part`` describe the other preparation. The text completes the sentence "This
@@ -207,7 +207,7 @@ def difference(manifest: Manifest, settings: Mapping[str, Any], part: PartRecord
     return ""
 
 
-def merge(prefix: Path, *, show_progress: bool = True) -> Manifest:
+def merge(prefix: Path, *, show_progress: bool = True) -> CorpusManifest:
     """Merge the parts of a corpus; if they are merged already, verify the merged corpus."""
     resource = f"the parts of {format_path(prefix)}"
     try:
@@ -266,8 +266,8 @@ def _complete(prefix: Path) -> list[Part]:
     return whole
 
 
-def _read(prefix: Path, part: Part) -> Manifest:
-    manifest = read_manifest(part.prefix(prefix))
+def _read(prefix: Path, part: Part) -> CorpusManifest:
+    manifest = read_corpus_manifest(part.prefix(prefix))
     recorded = manifest.part
     if recorded is None or (recorded.number, recorded.of) != (part.number, part.of):
         path = format_path(manifest_path(part.prefix(prefix)))
@@ -279,17 +279,17 @@ def _read(prefix: Path, part: Part) -> Manifest:
     return manifest
 
 
-def _check_alike(parts: Sequence[Part], manifests: Mapping[Path, Manifest]) -> None:
+def _check_alike(parts: Sequence[Part], manifests: Mapping[Path, CorpusManifest]) -> None:
     first = next(iter(manifests.values()))
     for part, (place, manifest) in zip(parts, manifests.items(), strict=True):
-        if first.part and (problem := difference(manifest, first.settings, first.part)):
+        if first.part and (problem := _difference(manifest, first.settings, first.part)):
             raise UserError(
                 f"part {part} was prepared {problem}, unlike part {parts[0]}; delete "
                 f"{format_path(place)}.* and prepare it like part {parts[0]}"
             )
 
 
-def _check_cuts(prefix: Path, manifests: Iterable[Manifest]) -> None:
+def _check_cuts(prefix: Path, manifests: Iterable[CorpusManifest]) -> None:
     """Check that each range of a divided file begins where the previous part's range ends.
 
     If a file was changed between the preparations of its parts, its cuts may have moved.
@@ -310,9 +310,9 @@ def _check_cuts(prefix: Path, manifests: Iterable[Manifest]) -> None:
     )
 
 
-def _check_merged(prefix: Path, manifests: Iterable[Manifest]) -> Manifest:
+def _check_merged(prefix: Path, manifests: Iterable[CorpusManifest]) -> CorpusManifest:
     path = format_path(manifest_path(prefix))
-    if read_manifest(prefix).parts != tuple(manifest.outputs[0] for manifest in manifests):
+    if read_corpus_manifest(prefix).parts != tuple(manifest.outputs[0] for manifest in manifests):
         raise UserError(f"{path} was merged from other parts; delete it to merge these")
     try:
         return check_hashes(prefix)
@@ -320,7 +320,9 @@ def _check_merged(prefix: Path, manifests: Iterable[Manifest]) -> Manifest:
         raise UserError(f"{damage} (or delete {path} and merge again)") from None
 
 
-def _write(prefix: Path, parts: Mapping[Path, Manifest], show_progress: bool) -> Manifest:
+def _write(
+    prefix: Path, parts: Mapping[Path, CorpusManifest], show_progress: bool
+) -> CorpusManifest:
     manifests = list(parts.values())
     if not any(manifest.documents for manifest in manifests):
         raise UserError(
@@ -332,7 +334,7 @@ def _write(prefix: Path, parts: Mapping[Path, Manifest], show_progress: bool) ->
     merge_indexes(index, [Path(f"{place}.idx") for place in parts])
     records = tuple(manifest.outputs[0] for manifest in manifests)
     size, tokens = sum(record.bytes for record in records), printable(f"{prefix.name}.bin")
-    merged = Manifest(
+    merged = CorpusManifest(
         tokenizer=manifests[0].tokenizer,
         settings=manifests[0].settings,
         **{name: sum(getattr(manifest, name) for manifest in manifests) for name in _COUNTS},
@@ -348,7 +350,7 @@ def _write(prefix: Path, parts: Mapping[Path, Manifest], show_progress: bool) ->
     return merged
 
 
-def _lengths(manifests: Iterable[Manifest]) -> tuple[LengthBin, ...]:
+def _lengths(manifests: Iterable[CorpusManifest]) -> tuple[LengthBin, ...]:
     documents, tokens = Counter[int](), Counter[int]()
     for part in (part for manifest in manifests for part in manifest.lengths):
         documents[part.at_least.bit_length() - 1] += part.documents
@@ -359,7 +361,7 @@ def _lengths(manifests: Iterable[Manifest]) -> tuple[LengthBin, ...]:
     )
 
 
-def _hash_tokens(parts: Mapping[Path, Manifest], show_progress: bool) -> str:
+def _hash_tokens(parts: Mapping[Path, CorpusManifest], show_progress: bool) -> str:
     """Verify the files of each part, and return the sha256 of the concatenated token files.
 
     Each token file is read once; two threads compute its own hash and the hash of all tokens.

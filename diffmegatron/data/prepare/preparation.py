@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from diffmegatron.data.index.corpus_manifest import (
+    CorpusManifest,
     FileRecord,
     InputRecord,
     LengthBin,
-    Manifest,
     TokenizerRecord,
     document_lengths,
     file_record,
@@ -29,7 +29,7 @@ from diffmegatron.data.index.corpus_manifest import (
 from diffmegatron.data.index.index_file import write_index
 from diffmegatron.data.prepare.corpus_readers import CorpusFile
 from diffmegatron.data.prepare.encode import Deduplicator, EncodedBatch, loaded, token_dtype
-from diffmegatron.data.prepare.journal import Journal, State, remove_journal
+from diffmegatron.data.prepare.journal import Journal, JournalState, remove_journal
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.worker_pool import encode_in_order
 from diffmegatron.errors import UserError
@@ -51,7 +51,7 @@ class Preparation:
     prefix: Path  # path of the finished files, without their suffixes
     files: list[CorpusFile]
     settings: PrepareSettings
-    state: State  # empty, or the state of the last commit; updated by run()
+    state: JournalState  # empty, or the state of the last commit; updated by run()
     journal: Journal
 
     @cached_property
@@ -144,9 +144,9 @@ class Preparation:
         state.finished = True
         self.journal.commit(state)
 
-    def _manifest(self, index: Path, histogram: tuple[LengthBin, ...]) -> Manifest:
+    def _manifest(self, index: Path, histogram: tuple[LengthBin, ...]) -> CorpusManifest:
         tokenizer, counts = loaded(self.settings.tokenizer), self.state.counts
-        return Manifest(
+        return CorpusManifest(
             tokenizer=TokenizerRecord.model_validate(tokenizer, from_attributes=True),
             settings=self.state.identity.settings,
             **dataclasses.asdict(counts),
@@ -177,7 +177,9 @@ def publish(folder: Path, prefix: Path) -> None:
 
 
 @contextmanager
-def _progress(files: list[CorpusFile], state: State, show: bool) -> Iterator[Callable[[], None]]:
+def _progress(
+    files: list[CorpusFile], state: JournalState, show: bool
+) -> Iterator[Callable[[], None]]:
     """Show a progress line with average rates since this call; yield the function to redraw it."""
     starts = list(itertools.accumulate((file.size for file in files), initial=0))
     counts, started = state.counts, time.monotonic()

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.data.index.corpus_manifest import (
+    CorpusManifest,
     InputRecord,
-    Manifest,
     check_hashes,
     hash_file,
     manifest_path,
     other_settings,
-    read_manifest,
+    read_corpus_manifest,
 )
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files
 from diffmegatron.data.prepare.encode import loaded, template
-from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit, remove_journal
+from diffmegatron.data.prepare.journal import (
+    Journal,
+    JournalState,
+    PreparationIdentity,
+    last_commit,
+    remove_journal,
+)
 from diffmegatron.data.prepare.parts import Part, check_fits, cut
 from diffmegatron.data.prepare.preparation import FILES, Preparation, publish
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
@@ -43,7 +49,7 @@ def prepare(
     commit_seconds: float = 10.0,
     show_progress: bool = True,
     **settings: Any,
-) -> Manifest:
+) -> CorpusManifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
     If finished files of the same inputs and settings exist, they are only verified. The lock
@@ -80,7 +86,7 @@ def prepare(
         files, record = cut(files, part)
         check_fits(output_prefix, part, record, recorded)
         output_prefix, place = part.prefix(output_prefix), f"{place} --part {part}"
-    identity = Identity(
+    identity = PreparationIdentity(
         settings=recorded,
         files=tuple((printable(f.path), f.size, f.fingerprint.modified) for f in files),
         part=record,
@@ -103,7 +109,7 @@ def prepare(
                     preparation.run(workers, commit_seconds, show_progress)
             publish(folder, output_prefix)
             if not was_finished:
-                return read_manifest(output_prefix)
+                return read_corpus_manifest(output_prefix)
             # Files that an earlier, killed process finished may have been damaged since then.
             try:
                 return check_hashes(output_prefix)
@@ -128,14 +134,14 @@ def _check_prefix(prefix: Path) -> None:
 
 
 def _finished(
-    prefix: Path, files: list[CorpusFile], identity: Identity, *, restart: bool
-) -> Manifest | None:
+    prefix: Path, files: list[CorpusFile], identity: PreparationIdentity, *, restart: bool
+) -> CorpusManifest | None:
     """Verify a finished corpus and return its manifest; None if it must be prepared (again)."""
     path = manifest_path(prefix)
     if not os.path.lexists(path) or os.path.lexists(_partial(prefix)):
         return None
     try:
-        manifest = read_manifest(prefix)
+        manifest = read_corpus_manifest(prefix)
     except UserError as damage:
         problem = damage
     else:
@@ -151,7 +157,7 @@ def _finished(
 
 
 def _check_same(
-    manifest: Manifest, path: Path, files: list[CorpusFile], identity: Identity
+    manifest: CorpusManifest, path: Path, files: list[CorpusFile], identity: PreparationIdentity
 ) -> None:
     if manifest.parts:
         raise UserError(
@@ -183,11 +189,13 @@ def _describe_changed_input(before: tuple[InputRecord, ...], now: list[CorpusFil
     return [f"{len(before)} input file{'s' if len(before) > 1 else ''} instead of {len(now)}"]
 
 
-def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[State, Journal]:
+def _unfinished(
+    folder: Path, identity: PreparationIdentity, *, restart: bool
+) -> tuple[JournalState, Journal]:
     """Open the journal in ``folder`` at its last commit, or begin a new journal."""
     try:
         commit = last_commit(folder)
-        state = commit.state if commit else State(identity=identity)
+        state = commit.state if commit else JournalState(identity=identity)
         if state.identity == identity:
             return state, Journal(folder, () if state.finished else FILES, commit)
         # If no document was committed (for instance with a wrong --text-field), no work is lost.
@@ -204,7 +212,7 @@ def _unfinished(folder: Path, identity: Identity, *, restart: bool) -> tuple[Sta
     if is_lost and not restart:
         raise UserError(f"{problem}, or add --restart to drop it and begin this one")
     remove_journal(folder)
-    return State(identity=identity), Journal(folder, FILES, None)
+    return JournalState(identity=identity), Journal(folder, FILES, None)
 
 
 def _partial(prefix: Path) -> Path:

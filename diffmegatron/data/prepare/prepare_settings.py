@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-Layout = Literal["text", "instruction", "chat", "template"]
+RecordLayout = Literal["text", "instruction", "chat", "template"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PrepareSettings:
         ),
     ] = "cl100k_base"
     layout: Annotated[
-        Layout,
+        RecordLayout,
         typer.Option(
             help="text; or for fine-tuning, without loss on prompts: instruction, chat (ChatML), "
             "template (chat in the tokenizer's own template)"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from diffmegatron.data.prepare.corpus_readers import Format, Record
+from diffmegatron.data.prepare.corpus_readers import CorpusRecord, Format
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.tokenizers import CHAT_END, CHAT_START
 
@@ -22,7 +22,7 @@ _LISTED = 8
 _BYTE_ORDER_MARK = "\ufeff"
 
 
-def parse(record: Record, format: Format, settings: PrepareSettings) -> dict[str, Any]:
+def parse(record: CorpusRecord, format: Format, settings: PrepareSettings) -> dict[str, Any]:
     """Return the fields of a raw record, which must be UTF-8 and have all required fields."""
     if record.problem is not None:
         raise UnusableError(record.problem)

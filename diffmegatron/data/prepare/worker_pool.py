@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 
-from diffmegatron.data.prepare.corpus_readers import CorpusFile, Record, read_records
+from diffmegatron.data.prepare.corpus_readers import CorpusFile, CorpusRecord, read_records
 from diffmegatron.data.prepare.encode import EncodedBatch, encode_batch
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
@@ -33,7 +33,7 @@ _POOL_FILES, _WORKER_FILES = 32, 4
 
 
 @dataclass(frozen=True)
-class Position:
+class CorpusPosition:
     """Position in the input of a preparation."""
 
     file: int = 0  # index of the current file
@@ -43,10 +43,10 @@ class Position:
 
 def encode_in_order(
     files: list[CorpusFile],
-    start: Position,
+    start: CorpusPosition,
     settings: PrepareSettings,
     workers: int,
-) -> Iterator[tuple[Position, EncodedBatch]]:
+) -> Iterator[tuple[CorpusPosition, EncodedBatch]]:
     """Encode the records after ``start``; yield each batch with the position after its records."""
     batches = _read_batches(files, start, settings.columns, settings.max_document_bytes)
     if workers == 1:
@@ -61,7 +61,7 @@ def encode_in_order(
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
     ) as pool:
-        queued: deque[tuple[Position, Future[EncodedBatch]]] = deque()
+        queued: deque[tuple[CorpusPosition, Future[EncodedBatch]]] = deque()
         try:
             for position, batch in batches:
                 with _delayed_interrupts():  # submit() may start a worker, which must block SIGINT.
@@ -138,9 +138,9 @@ def _exit_with_parent() -> None:
 
 
 def _read_batches(
-    files: list[CorpusFile], start: Position, columns: tuple[str, ...], max_bytes: int
-) -> Iterator[tuple[Position, list[tuple[CorpusFile, Record]]]]:
-    records: list[tuple[CorpusFile, Record]] = []
+    files: list[CorpusFile], start: CorpusPosition, columns: tuple[str, ...], max_bytes: int
+) -> Iterator[tuple[CorpusPosition, list[tuple[CorpusFile, CorpusRecord]]]]:
+    records: list[tuple[CorpusFile, CorpusRecord]] = []
     position, size = start, 0
     for number in range(start.file, len(files)):
         file = files[number]
@@ -148,7 +148,7 @@ def _read_batches(
         for record in itertools.islice(read_records(file, columns, max_bytes), used, None):
             used += 1
             offset = min(offset + record.payload_bytes, file.size)
-            position = Position(number, used, offset)
+            position = CorpusPosition(number, used, offset)
             records.append((file, record))
             size += record.payload_bytes
             if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:

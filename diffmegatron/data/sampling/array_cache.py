@@ -50,7 +50,7 @@ class ArrayRecord(Section):
     sha256: str
 
 
-class Contents(Section):
+class _Contents(Section):
     """Table of contents of an entry, written last; an entry without it is unfinished."""
 
     key: str  # compared with the requested key, because the folder's name is only a hash
@@ -88,7 +88,7 @@ def cached_arrays(parent: Path, key: tuple[object, ...], build: Callable[[], Arr
 def _read(folder: Path, name: str) -> Arrays | None:
     """Return an entry; None if it is missing, is damaged or belongs to another key."""
     try:
-        contents: Contents = read_sealed(folder / _CONTENTS, Contents)
+        contents: _Contents = read_sealed(folder / _CONTENTS, _Contents)
         arrays = {
             array: _mapped(folder / f"{array}.{record.dtype}", record)
             for array, record in contents.arrays.items()
@@ -124,7 +124,7 @@ def _write(folder: Path, name: str, arrays: dict[str, np.ndarray], summary: Any)
     try:
         temporary.mkdir()
         records = {array: _store(temporary, array, values) for array, values in arrays.items()}
-        contents = Contents(key=name, arrays=records, summary=summary)
+        contents = _Contents(key=name, arrays=records, summary=summary)
         write_sealed(temporary / _CONTENTS, contents.model_dump_json())
         if os.path.lexists(folder) and _read(folder, name) is None:
             folder.rename(old)

@@ -19,7 +19,7 @@ from diffmegatron.files import shorten
 from diffmegatron.section import Count, Size
 
 
-class Problem(NamedTuple):
+class MathProblem(NamedTuple):
     """A mathematical problem in words; ``choices`` is empty if it is not multiple-choice."""
 
     question: str
@@ -36,11 +36,11 @@ class _Gsm8k(Row):
     question: str
     answer: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         solution, mark, answer = self.answer.rpartition("####")
         if not mark:
             raise UserError(f"{name} has no '#### ' before its answer")
-        yield Problem(self.question, answer.strip(), _CALCULATION.sub("", solution).strip())
+        yield MathProblem(self.question, answer.strip(), _CALCULATION.sub("", solution).strip())
 
 
 class _Svamp(Row):
@@ -48,21 +48,21 @@ class _Svamp(Row):
     Question: str
     Answer: FiniteFloat
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         body = self.Body.strip()
         question = f"{body}{'' if body.endswith('.') else '.'} {self.Question}"
-        yield Problem(question, _number(self.Answer))
+        yield MathProblem(question, _number(self.Answer))
 
 
 class _Math(Row):
     problem: str
     solution: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         answer = _boxed(self.solution)
         if answer is None:
             raise UserError(f"{name} has no answer in \\boxed{{}} in its solution")
-        yield Problem(self.problem, _latex(answer), self.solution)
+        yield MathProblem(self.problem, _latex(answer), self.solution)
 
 
 # Unit in ASDiv's answers, as in "9 (apples)".
@@ -74,9 +74,9 @@ class _Asdiv(Row):
     question: str
     answer: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         answer = _UNIT.sub("", self.answer)
-        yield Problem(f"{self.body.strip()} {self.question.strip()}", answer.strip())
+        yield MathProblem(f"{self.body.strip()} {self.question.strip()}", answer.strip())
 
 
 class _Mawps(Row):
@@ -85,17 +85,17 @@ class _Mawps(Row):
         validation_alias=AliasChoices("target", "lSolutions")
     )
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         answers = self.answers if isinstance(self.answers, list) else [self.answers]
-        yield Problem(self.question.strip(), ", ".join(map(_number, answers)))
+        yield MathProblem(self.question.strip(), ", ".join(map(_number, answers)))
 
 
 class _Carp(Row):
     content: str
     answer: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
-        yield Problem(self.content.strip(), _latex(self.answer.strip()))
+    def examples(self, name: str) -> Iterator[MathProblem]:
+        yield MathProblem(self.content.strip(), _latex(self.answer.strip()))
 
 
 class _TabMwp(Row):
@@ -105,7 +105,7 @@ class _TabMwp(Row):
     table_title: str | None
     table: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
+    def examples(self, name: str) -> Iterator[MathProblem]:
         of = f" of {self.table_title}" if self.table_title else ""
         question = f"The table{of}:\n{self.table}\n{self.question}"
         if self.choices:
@@ -115,15 +115,15 @@ class _TabMwp(Row):
             raise UserError(
                 f"{name} has the answer {shorten(repr(self.answer))}; it must be one of its choices"
             )
-        yield Problem(question, self.answer.strip(), choices=choices)
+        yield MathProblem(question, self.answer.strip(), choices=choices)
 
 
 class _College(Row):
     question: str
     answer: str
 
-    def examples(self, name: str) -> Iterator[Problem]:
-        yield Problem(self.question.strip(), _latex(self.answer.strip()))
+    def examples(self, name: str) -> Iterator[MathProblem]:
+        yield MathProblem(self.question.strip(), _latex(self.answer.strip()))
 
 
 def _number(value: float) -> str:
@@ -149,7 +149,7 @@ def _boxed(solution: str) -> str | None:
     return None
 
 
-BENCHMARKS: dict[str, DataSet[Problem]] = {
+BENCHMARKS: dict[str, DataSet[MathProblem]] = {
     "gsm8k": DataSet(
         "gsm8k_test.jsonl",
         json_lines(_Gsm8k),
@@ -192,7 +192,7 @@ BENCHMARKS: dict[str, DataSet[Problem]] = {
         "CollegeMath's test set, lines of question and answer (Tang et al.)",
     ),
 }
-TRAINING: DataSet[Problem] = DataSet(
+TRAINING: DataSet[MathProblem] = DataSet(
     "gsm8k_train.jsonl",
     json_lines(_Gsm8k),
     "GSM8K's training set (not needed with math.shots=0)",

@@ -3,10 +3,11 @@
 from typing import Literal
 
 from diffmegatron.attention.costs import LayerRun, costs_of
+from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.attention.kernels.registry import BACKENDS, ContextCommunication
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
-from diffmegatron.config.divisibility import context_communication as chosen_communication
+from diffmegatron.config.divisibility import choose_context_communication as chosen_communication
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, INPUT_NORM, LORA_A, OUTPUT, stage_kinds
 from diffmegatron.config.trainable_patterns import is_trained
@@ -15,8 +16,6 @@ from diffmegatron.model.accounting.parameters import counted_kinds
 Device = Literal["gpu", "cpu"]
 # Bytes per element for each value of training.precision.
 BYTES = {"bf16": 2, "fp32": 4}
-# Bytes per element of a float32 tensor.
-FLOAT32 = 4
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:

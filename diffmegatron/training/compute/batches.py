@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.context_parallel.zigzag import shard_sequence
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import check_hash, data_files, read_manifest
+from diffmegatron.data.index.corpus_manifest import check_hash, data_files, read_corpus_manifest
 from diffmegatron.data.loader import Batch, Loader
 from diffmegatron.data.sampling.document_order import Split
 from diffmegatron.data.sampling.samples import open_samples
@@ -50,7 +50,7 @@ def _hash(data: DataConfig, rank: int, ranks: int) -> Iterator[None]:
     files = [
         (source.path, suffix)
         for source in data.sources
-        for suffix in data_files(read_manifest(source.path))
+        for suffix in data_files(read_corpus_manifest(source.path))
     ]
     # Index files are small; put them last, so that the large files are spread evenly.
     files.sort(key=lambda file: file[1] == ".idx")

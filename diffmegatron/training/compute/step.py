@@ -23,7 +23,7 @@ from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 
 # Called on the last pipeline stage, with each microbatch and the losses of its tokens [b, s].
-Observer = Callable[[Batch, Tensor], None]
+BatchObserver = Callable[[Batch, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def forward_backward(
     parallel_state: ParallelState,
     *,
     offload_activations: bool = False,
-    observe: Observer | None = None,
+    observe: BatchObserver | None = None,
 ) -> LossSum:
     """Run the forward and backward passes of a step on its mean loss, and return the loss.
 
@@ -190,7 +190,7 @@ def _on_all_ranks(
 
 
 def summed_loss(
-    network: Callable[..., Tensor], batch: Batch, observe: Observer | None = None
+    network: Callable[..., Tensor], batch: Batch, observe: BatchObserver | None = None
 ) -> Tensor:
     """Return the summed loss of the counted tokens in this rank's shard of a microbatch, 0-dim."""
     return _masked_sum(batch, _output(network, batch, has_labels=True), observe)
@@ -215,7 +215,7 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens)
 
 
-def _masked_sum(batch: Batch, losses: Tensor, observe: Observer | None) -> Tensor:
+def _masked_sum(batch: Batch, losses: Tensor, observe: BatchObserver | None) -> Tensor:
     if observe is not None:
         observe(batch, losses.detach())
     return torch.sum(losses.float() * batch.loss_mask)
@@ -234,7 +234,7 @@ def _pipeline(
     parallel_state: ParallelState,
     weight: Tensor | None,
     forward_context: Callable[[], AbstractContextManager[object]],
-    observe: Observer | None = None,
+    observe: BatchObserver | None = None,
 ) -> list[Tensor]:
     """Run Megatron's pipeline schedule; return the summed loss of each microbatch.
 

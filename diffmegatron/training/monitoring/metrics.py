@@ -18,7 +18,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, open_file, read_bytes, write_durably
-from diffmegatron.training.monitoring.records import Records, log_write_errors
+from diffmegatron.training.monitoring.records import MetricRecords, log_write_errors
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -44,7 +44,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
         self._path = run_dir / METRICS
-        self._lines = Records(self._path)
+        self._lines = MetricRecords(self._path)
         self._events = _TensorBoardEvents(run_dir / TENSORBOARD)
         self.rewind(last_step)
 
@@ -84,7 +84,7 @@ class _TensorBoardEvents:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._records: Records | None = None
+        self._records: MetricRecords | None = None
 
     def restart(self, first_step: int) -> None:
         """Open a new event file.
@@ -100,7 +100,7 @@ class _TensorBoardEvents:
         now = time.time_ns()
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{now:019d}.{socket.gethostname()}.{os.getpid()}"
-        self._records = Records(self._folder / name)
+        self._records = MetricRecords(self._folder / name)
         start = SessionLog(status=SessionLog.START)
         self._append(Event(wall_time=now / 1e9, step=first_step, file_version="brain.Event:2"))
         self._append(Event(wall_time=now / 1e9, step=first_step, session_log=start))

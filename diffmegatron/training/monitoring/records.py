@@ -24,7 +24,7 @@ def log_write_errors(path: Path, errors: type[Exception] = OSError) -> Iterator[
         log.error("cannot write %s: %s; the run continues", format_path(path), os_error_text(error))
 
 
-class Records:
+class MetricRecords:
     """File to which a run appends records; the newest 10,000 stay in memory while writing fails."""
 
     def __init__(self, path: Path) -> None:

@@ -27,7 +27,7 @@ from diffmegatron.attention.kernels.costs import Sizes
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
-from diffmegatron.attention.kernels.triton.block_sizes import Blocks, Target
+from diffmegatron.attention.kernels.triton.block_sizes import BlockSizes, ChipClass
 from tests.kernels.loops import (
     loop_diff_attention,
     loop_diff_attention_v2,
@@ -43,7 +43,7 @@ NAMES = ("q1", "k1", "q2", "k2", "v", "lambda_", "norm weight")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     for function in ("forward_blocks", "dkdv_blocks", "dq_blocks"):
-        monkeypatch.setattr(launch, function, lambda *_: Blocks(16, 16, 4, 1))
+        monkeypatch.setattr(launch, function, lambda *_: BlockSizes(16, 16, 4, 1))
     monkeypatch.setattr(launch, "PREPROCESS_ROWS", 16)
     monkeypatch.setattr(subtraction, "ROWS", 16)
     # With deterministic algorithms, torch fills new memory with NaN. An element that a kernel does
@@ -54,7 +54,7 @@ def small_blocks(monkeypatch):
 
 
 @contextmanager
-def in_form(one_pass=False, target=Target.LARGE):
+def in_form(one_pass=False, target=ChipClass.LARGE):
     """Set the form of the backward pass (split or one pass) and the GPU to choose kernels for."""
     with ExitStack() as stack:
         for name, value in (("default_one_pass", one_pass), ("target_of", target)):
@@ -62,7 +62,7 @@ def in_form(one_pass=False, target=Target.LARGE):
         yield
 
 
-def triton_and_reference(inputs, norm=None, one_pass=False, target=Target.LARGE, **options):
+def triton_and_reference(inputs, norm=None, one_pass=False, target=ChipClass.LARGE, **options):
     """Return (out, gradients) of the kernels, and (out, gradients) of the reference in float64."""
     leaves = list(inputs) if norm is None else [*inputs, norm.weight]
     doubles = [x.detach().double().requires_grad_() for x in inputs]
@@ -101,7 +101,7 @@ def test_values_and_gradients(case, causal):
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
-@pytest.mark.parametrize("target", [Target.LARGE, Target.HOPPER], ids=["pointers", "TMA"])
+@pytest.mark.parametrize("target", [ChipClass.LARGE, ChipClass.HOPPER], ids=["pointers", "TMA"])
 @pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
 def test_every_form_of_the_kernels(noise_heads, target, one_pass):
     inputs = make_inputs(rows=21, keys=37, heads=2, noise_heads=noise_heads, width=12)
@@ -324,7 +324,7 @@ def test_strided_and_misaligned_inputs():
     v = inputs[4].detach().transpose(0, 1).contiguous().transpose(0, 1)
     actual, expected = triton_and_reference(
         [x.requires_grad_() for x in (q1, k1, q2, k2, v)] + [inputs[5]],
-        target=Target.HOPPER,
+        target=ChipClass.HOPPER,
     )
     assert_close(actual, expected, 1e-13)
 
@@ -337,7 +337,7 @@ def test_one_map_accepts_a_gradient_with_strides_invalid_for_tma():
     """
     q, k, _, _, v, _ = make_inputs(rows=20, width=16)
     v = v[..., :16].detach().requires_grad_()
-    with in_form(target=Target.HOPPER):
+    with in_form(target=ChipClass.HOPPER):
         out = softmax_attention(q, k, v, backend="triton")
         grad = torch.randn_like(out)
         strange = grad.as_strided(grad.shape, (1, *grad.stride()[1:]))

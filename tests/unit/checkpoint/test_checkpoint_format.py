@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from diffmegatron.checkpoint.checkpoint_format import Checkpoint, open_checkpoint
-from diffmegatron.checkpoint.sharded import KINDS
+from diffmegatron.checkpoint.sharded import TENSOR_KINDS
 from diffmegatron.config.recovery_config import GuardConfig
 from diffmegatron.data.sampling.mixture import MixtureHistory
 from diffmegatron.errors import UserError
@@ -49,7 +49,7 @@ def content(checkpoint: Checkpoint) -> tuple[object, ...]:
     tensors = checkpoint.tensors
     values = {
         (kind, name): tensors.read_tensor(kind, name).tolist()
-        for kind in KINDS
+        for kind in TENSOR_KINDS
         for name in tensors.names()
     }
     own = [

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.checkpoint.checkpoint_manifest import (
-    Manifest,
+    CheckpointManifest,
     describe_file,
-    read_manifest,
+    read_checkpoint_manifest,
     write_manifest,
 )
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore, prunable
@@ -19,7 +19,7 @@ from diffmegatron.errors import UserError
 def write(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
     directory = store.begin(step)
     (directory / "data").write_bytes(content)
-    write_manifest(directory, Manifest(step, (describe_file(directory / "data"),)))
+    write_manifest(directory, CheckpointManifest(step, (describe_file(directory / "data"),)))
     return store.commit(step)
 
 
@@ -68,7 +68,7 @@ def test_a_manifest_of_another_step_is_refused(tmp_path):
     other, path = write(store, 10), write(store, 20)
     shutil.copy(other / "manifest.json", path / "manifest.json")
     with pytest.raises(UserError, match="is of step 10, not of step_00000020"):
-        read_manifest(path)
+        read_checkpoint_manifest(path)
 
 
 def test_links_are_refused(tmp_path):
@@ -76,7 +76,7 @@ def test_links_are_refused(tmp_path):
     (path / "data").rename(tmp_path / "elsewhere")
     (path / "data").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
-        read_manifest(path)
+        read_checkpoint_manifest(path)
 
 
 def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
@@ -111,7 +111,7 @@ def test_an_interrupted_removal_leaves_no_partial_checkpoint(tmp_path, monkeypat
 
 def test_a_missing_checkpoint_path_is_an_error(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint: it does not exist"):
-        read_manifest(tmp_path / "nowhere")
+        read_checkpoint_manifest(tmp_path / "nowhere")
 
 
 def test_an_unreadable_folder_is_an_error_not_an_empty_store(tmp_path):

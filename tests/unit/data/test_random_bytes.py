@@ -14,10 +14,15 @@ import pytest
 import zstandard
 
 from diffmegatron.config.data_config import DataConfig
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.data.prepare.corpus_readers import find_files, read_records
 from diffmegatron.data.prepare.encode import encode_batch
-from diffmegatron.data.prepare.journal import Identity, Journal, State, last_commit
+from diffmegatron.data.prepare.journal import (
+    Journal,
+    JournalState,
+    PreparationIdentity,
+    last_commit,
+)
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.sampling.array_cache import cached_arrays
@@ -122,7 +127,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def test_manifests(prefix: Path) -> None:
-    try_all(Path(f"{prefix}.json"), lambda: read_manifest(prefix))
+    try_all(Path(f"{prefix}.json"), lambda: read_corpus_manifest(prefix))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
@@ -173,10 +178,10 @@ def test_fine_tuning_corpora(tmp_path: Path) -> None:
 
 def test_journals(tmp_path: Path) -> None:
     folder = tmp_path / "out.partial"
-    identity = Identity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
+    identity = PreparationIdentity(settings={"layout": "text"}, files=(("in.jsonl", 3, 4),))
     with Journal(folder, ("tokens",), None) as journal:
         journal.append("tokens", b"1234" * 20)
-        journal.commit(State(identity=identity))
+        journal.commit(JournalState(identity=identity))
 
     def read() -> None:
         commit = last_commit(folder)

@@ -20,7 +20,12 @@ from transformers import (
 from diffmegatron.data.tokenizers import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import tokenizer as hf_tokenizer
-from diffmegatron.hf.tokenizer import check_tokenizer, convert, oniguruma_pattern, write_tokenizer
+from diffmegatron.hf.tokenizer import (
+    check_converted_tokenizer,
+    convert,
+    oniguruma_pattern,
+    write_tokenizer,
+)
 from tests.paths import ROOT
 
 CL100K_FILE = ROOT.parent / "shared" / "data" / "cl100k_base.tiktoken"
@@ -141,7 +146,7 @@ def test_check_notices_a_changed_file(small: TiktokenTokenizer, tmp_path: Path) 
         content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
         (folder / "tokenizer.json").write_text(json.dumps(content | change))
         with pytest.raises(UserError, match="cannot be exported exactly"):
-            check_tokenizer(small.encoding, folder)
+            check_converted_tokenizer(small.encoding, folder)
 
 
 def test_cl100k_has_its_ids(

@@ -13,7 +13,7 @@ from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.memory import memory_by_stage, peak_memory
-from diffmegatron.plan import Plan, plan_recipe, print_plan, run
+from diffmegatron.plan import Plan, plan_recipe, print_plan, run_plan
 from tests.paths import CONFIGS
 
 LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
@@ -208,7 +208,7 @@ PAIRS = {
 def test_model_and_baseline_are_both_counted(override, capsys):
     kind, heads, kv_heads, head_dim, baseline_heads, parameters, flops = PAIRS[override]
     recipe = load(f"model.{override}")
-    run([recipe], 2, as_json=True)
+    run_plan([recipe], 2, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert values["attention"] == kind
     assert (values["num_heads"], values["num_kv_heads"]) == (heads, kv_heads)
@@ -241,7 +241,7 @@ def test_the_cache_holds_keys_and_values_of_every_layer_in_bf16(overrides, chann
 
 
 def test_json_names_the_run_dir_of_every_stage(capsys):
-    run(load_stages(CONFIGS / "diff_3b_math.yaml"), as_json=True)
+    run_plan(load_stages(CONFIGS / "diff_3b_math.yaml"), as_json=True)
     named = [values["run_dir"] for values in json.loads(capsys.readouterr().out)]
     assert named == ["runs/diff_3b_math/continuation", "runs/diff_3b_math/reasoning"]
 
@@ -304,7 +304,7 @@ def test_warnings_are_printed():
 
 
 def test_json_has_everything_and_adds_up(capsys):
-    run([load("parallel.pipeline=2")], 8, as_json=True)
+    run_plan([load("parallel.pipeline=2")], 8, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"]["total"] == plan_recipe(load(), 2).parameters.total
     assert values["layout"]["data"] == 4
@@ -325,7 +325,7 @@ def test_stages_are_planned_on_ranks_that_fill_each_of_them(capsys):
         load("parallel.tensor=4", batch),
         load("parallel.tensor=2", "parallel.pipeline=7", batch),
     ]
-    run(stages, as_json=True)
+    run_plan(stages, as_json=True)
     values = json.loads(capsys.readouterr().out)
     assert [value["layout"]["world_size"] for value in values] == [28, 28]
     assert [value["layout"]["data"] for value in values] == [7, 2]
@@ -338,7 +338,7 @@ def test_a_later_stage_prints_only_its_changes(tmp_path, capsys):
         "    model: {rope_theta: 5.0e+5}\n    training: {seq_length: 512}\n"
         "    data: {packing: best_fit}\n"
     )
-    run(load_stages(recipe))
+    run_plan(load_stages(recipe))
     first, second = capsys.readouterr().out.split("r/b ")
     assert "Parameters" in first and "changes of" not in first
     assert "changes of r/a: model.rope_theta 10000.0 -> 500000.0" in second
@@ -349,7 +349,7 @@ def test_a_later_stage_prints_only_its_changes(tmp_path, capsys):
 
 def test_a_run_dir_is_printed_as_it_is(capsys):
     stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
-    run(stages)
+    run_plan(stages)
     assert "[/x] [bold]y" in capsys.readouterr().out
 
 
@@ -357,7 +357,7 @@ def test_no_torch_is_needed():
     """Check that a plan does not import torch; it starts fast and works without torch."""
     code = (
         "import sys; from diffmegatron.config.load import load_recipe; "
-        f"from diffmegatron.plan import run; run([load_recipe({str(LARGE)!r})]); "
+        f"from diffmegatron.plan import run_plan; run_plan([load_recipe({str(LARGE)!r})]); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from diffmegatron.training.monitoring.metrics import (
     MetricsWriter,
     read_metrics,
 )
-from diffmegatron.training.monitoring.records import Records
+from diffmegatron.training.monitoring.records import MetricRecords
 
 STEPS = range(1, 6)
 
@@ -228,7 +228,7 @@ def test_a_rollback_on_a_full_disk_writes_no_step_twice(disk):
 
 def test_lost_records_are_counted(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(records, "_KEPT", 3)
-    lines = Records(tmp_path / "gone" / "lines")
+    lines = MetricRecords(tmp_path / "gone" / "lines")
     for number in range(5):
         lines.append(f"{number}\n".encode())
     lines.close()

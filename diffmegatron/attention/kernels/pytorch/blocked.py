@@ -54,7 +54,7 @@ def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tenso
     k_, v_ = group_keys(k), group_keys(v)
     out = v_.new_zeros(*q_.shape[:3], v_.shape[-1])
     lse = v_.new_full((*q_.shape[:3], 1), -torch.inf)
-    for heads, rows, keys in row_blocks(q_, mask):
+    for heads, rows, keys in _row_blocks(q_, mask):
         q_block = q_[heads, :, rows]
         scores = block_scores(q_block, k_[heads, keys], mask, rows, keys)
         block_lse = scores.logsumexp(-1, keepdim=True)
@@ -84,7 +84,7 @@ def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) ->
     factors = map_factors(lambda_, like=v_)
     dqs, dks = [torch.zeros_like(q) for q in queries], [torch.zeros_like(k) for k in keys]
     dv = torch.zeros_like(v_)
-    for heads, rows, seen in row_blocks(queries[0], mask):
+    for heads, rows, seen in _row_blocks(queries[0], mask):
         dout = grad_[heads, :, rows].flatten(1, 2)
         dmap = dout @ v_[heads, seen].mT
         combined = torch.zeros_like(dmap)
@@ -132,7 +132,7 @@ class _BlockedAttention(torch.autograd.Function):
             queries, keys, v_ = _grouped(queries_and_keys, v, softmax_scale)
             shared, repeats = queries[-1].shape[1], queries[0].shape[1] // queries[-1].shape[1]
             out = v_.new_zeros(*queries[0].shape[:3], v_.shape[-1])
-            for heads, rows, seen in row_blocks(queries[0], mask):
+            for heads, rows, seen in _row_blocks(queries[0], mask):
                 combined, *noise = (
                     attention_map(q[heads, :, rows], k[heads, seen], mask, rows, seen)
                     for q, k in zip(queries, keys, strict=True)
@@ -158,7 +158,7 @@ class _BlockedAttention(torch.autograd.Function):
             grad_out_ = group_queries(grad_out, v.shape[2])
             dqs, dks = ([torch.zeros_like(x) for x in each] for each in (queries, keys))
             dv, dlambda = torch.zeros_like(v_), v_.new_zeros(())
-            for heads, rows, seen in row_blocks(queries[0], mask):
+            for heads, rows, seen in _row_blocks(queries[0], mask):
                 weights = [
                     attention_map(q[heads, :, rows], k[heads, seen], mask, rows, seen)
                     for q, k in zip(queries, keys, strict=True)
@@ -202,7 +202,7 @@ def _grouped(
     return queries, [group_keys(k) for k in queries_and_keys[count:]], group_keys(v)
 
 
-def row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
+def _row_blocks(q: Tensor, mask: AttentionMask) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices (heads, query rows, visible keys) for each block with visible keys.
 
     `q` is `[b * h_kv, repeats, s, d]`, and a head is an index of its first dimension. On a CPU a

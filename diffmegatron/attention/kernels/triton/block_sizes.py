@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Block sizes of one kernel (M query rows, N keys), and the options of its compilation.
 
     The kernel's loop loads tiles `num_stages - 1` iterations before their use. If `licm` is True,
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class Target(Enum):
+class ChipClass(Enum):
     """A class of chips and dtypes, which determines block sizes and how tiles are loaded.
 
     HOPPER stands for 16-bit dtypes on Hopper, and loads through tensor descriptors (TMA). LARGE and
@@ -42,7 +42,7 @@ class Target(Enum):
     SMALL = "small"
 
 
-def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
+def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> ChipClass:
     """Return the target for a chip of this compute capability and this dtype.
 
     Only 16-bit dtypes on Hopper (9.x) use tensor descriptors. With descriptors for fp32 tiles the
@@ -51,39 +51,39 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> Target:
     assembly of `tiles.opaque`.
     """
     if capability[0] == 9 and dtype in SIXTEEN_BITS:
-        return Target.HOPPER
+        return ChipClass.HOPPER
     is_large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
-    return Target.LARGE if is_large else Target.SMALL
+    return ChipClass.LARGE if is_large else ChipClass.SMALL
 
 
-def forward_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+def forward_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass) -> BlockSizes:
     """Return the block sizes of `forward_kernel`."""
     if dtype not in SIXTEEN_BITS:
-        return Blocks(32, 32, 4, 1)
-    if target is Target.HOPPER:
-        return Blocks(128, 64, 8, 3, licm=False)
-    return Blocks(64, 64, 4 if head_dim <= 64 else 8, 2)
+        return BlockSizes(32, 32, 4, 1)
+    if target is ChipClass.HOPPER:
+        return BlockSizes(128, 64, 8, 3, licm=False)
+    return BlockSizes(64, 64, 4 if head_dim <= 64 else 8, 2)
 
 
-def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: Target, one_pass: bool) -> Blocks:
+def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass, one_pass: bool) -> BlockSizes:
     """Return the block sizes of `dkdv_kernel`, which with `one_pass` also computes dQ."""
-    is_cramped = target is Target.SMALL and head_dim > 64
+    is_cramped = target is ChipClass.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
-        return Blocks(16, 16, 2, 1) if is_cramped else Blocks(16, 32, 4, 1)
-    if target is Target.HOPPER:
+        return BlockSizes(16, 16, 2, 1) if is_cramped else BlockSizes(16, 32, 4, 1)
+    if target is ChipClass.HOPPER:
         # Above head_dim 64 the one-pass form spills registers with either value of `licm`. With
         # True, the loop accesses the stack less often.
         is_full = one_pass and head_dim > 64
-        return Blocks(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
+        return BlockSizes(128 if head_dim <= 64 else 64, 64, 8, 3, licm=is_full)
     if is_cramped:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(32, 64, 8, 2 if head_dim <= 64 else 1)
+        return BlockSizes(32, 32, 4, 1)
+    return BlockSizes(32, 64, 8, 2 if head_dim <= 64 else 1)
 
 
-def dq_blocks(head_dim: int, dtype: torch.dtype, target: Target) -> Blocks:
+def dq_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass) -> BlockSizes:
     """Return the block sizes of `dq_kernel`."""
     if dtype not in SIXTEEN_BITS:
-        return Blocks(32, 32, 4, 1)
-    if target is Target.HOPPER:
-        return Blocks(128, 64 if head_dim <= 64 else 32, 8, 3, licm=False)
-    return Blocks(64, 32, 4, 2) if head_dim <= 64 else Blocks(32, 64, 4, 1)
+        return BlockSizes(32, 32, 4, 1)
+    if target is ChipClass.HOPPER:
+        return BlockSizes(128, 64 if head_dim <= 64 else 32, 8, 3, licm=False)
+    return BlockSizes(64, 32, 4, 2) if head_dim <= 64 else BlockSizes(32, 64, 4, 1)

@@ -22,7 +22,7 @@ from ..masks import AttentionMask
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .backward_preprocess import preprocess_kernel
-from .block_sizes import Blocks, Target, dkdv_blocks, dq_blocks, forward_blocks, target_of
+from .block_sizes import BlockSizes, ChipClass, dkdv_blocks, dq_blocks, forward_blocks, target_of
 from .forward import forward_kernel
 from .tiles import Config, Layout
 
@@ -41,12 +41,12 @@ class Problem(NamedTuple):
     softmax_scale: float
     mask: AttentionMask
     one_pass: bool
-    target: Target
+    target: ChipClass
 
     @property
     def tma(self) -> bool:
         """Value of `Config.TMA`: True to load q, k, v and dO by the Tensor Memory Accelerator."""
-        return self.target is Target.HOPPER
+        return self.target is ChipClass.HOPPER
 
     @property
     def is_packed(self) -> bool:
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
         return self.mask.cu_seqlens is not None
 
 
-def problem_of(call: AttentionCall, one_pass: bool | None, target: Target | None) -> Problem:
+def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | None) -> Problem:
     """Return the settings for `call`; `triton_attention.attend` describes the arguments."""
     q = call.maps.queries[0]
     if q.shape[0] * q.shape[2] > MOST_HEADS:
@@ -201,7 +201,7 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
     return [x.stride()[:3] for x in tensors]
 
 
-def _sources(maps: QKV, grad: Tensor | None, blocks: Blocks, tma: bool) -> list[Any]:
+def _sources(maps: QKV, grad: Tensor | None, blocks: BlockSizes, tma: bool) -> list[Any]:
     """Return q1, k1, q2, k2, v, and `grad` unless it is None; with `tma` as tensor descriptors.
 
     With one map, q1 and k1 also take the places of q2 and k2, which the kernels do not use.
@@ -221,7 +221,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), block)
 
 
-def _constants(maps: QKV, blocks: Blocks, problem: Problem) -> dict[str, Any]:
+def _constants(maps: QKV, blocks: BlockSizes, problem: Problem) -> dict[str, Any]:
     config = Config(
         width=maps.queries[0].shape[3],
         value_width=maps.v.shape[3],

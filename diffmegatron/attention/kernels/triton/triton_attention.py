@@ -18,7 +18,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..first_order import first_order
 from ..maps import QKV, WholeAttention, combine_maps, map_gradients
-from .block_sizes import Target
+from .block_sizes import ChipClass
 from .kernel_launch import (
     LOG2_E,
     Problem,
@@ -33,7 +33,7 @@ from .kernel_launch import (
 
 
 def attend(
-    call: AttentionCall, *, one_pass: bool | None = None, target: Target | None = None
+    call: AttentionCall, *, one_pass: bool | None = None, target: ChipClass | None = None
 ) -> Tensor:
     """Compute attention with one or two maps, and the headwise norm if the call has one.
 

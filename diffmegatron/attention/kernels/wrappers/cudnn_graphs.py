@@ -27,7 +27,7 @@ DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 # Maximum number of cached graphs, for forward and backward passes separately.
 MOST_GRAPHS = 64
 # A ragged tensor must have fewer elements than this, because cuDNN's offsets into it are int32.
-MOST_ELEMENTS = 2**31
+_MOST_ELEMENTS = 2**31
 
 
 class Problem(NamedTuple):
@@ -150,11 +150,11 @@ def _attend(
     if documents is not None:
         batch, rows, keys = len(documents.lengths), documents.longest, documents.longest
         largest = q.shape[1] * heads * v.shape[3]
-        if largest >= MOST_ELEMENTS:
+        if largest >= _MOST_ELEMENTS:
             raise ValueError(
                 f"the output of {q.shape[1]} packed tokens, {heads} heads and width {v.shape[3]} "
                 f"has {largest} elements; cuDNN's offsets of documents take less than "
-                f"{MOST_ELEMENTS}"
+                f"{_MOST_ELEMENTS}"
             )
     problem = Problem(
         batch, heads, k.shape[2], rows, keys, width, v.shape[3], q.dtype, q.device, call.scale,

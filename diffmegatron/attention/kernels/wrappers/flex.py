@@ -9,11 +9,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..call import AttentionCall
 from ..masks import AttentionMask, cached_tensors
-from ..triton.block_sizes import SIXTEEN_BITS, Target, target_of
+from ..triton.block_sizes import SIXTEEN_BITS, ChipClass, target_of
 from .two_map_calls import Attend, two_calls
 
 # Number of queries, and of keys, in a block of a BlockMask: FlexAttention's default.
-BLOCK = 128
+_BLOCK = 128
 # Maximum number of compilations for different widths, dtypes and groupings of heads. Above this
 # limit, a function compiled with `fullgraph=True` raises an error.
 MOST_COMPILATIONS = 64
@@ -55,8 +55,8 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     shape `[s, t / 128]` are enough, because the visible keys of a query are an interval.
     """
     start, stop = mask.key_intervals(device)
-    first_key = torch.arange(0, mask.key_length, BLOCK, device=device)
-    end_key = first_key + BLOCK
+    first_key = torch.arange(0, mask.key_length, _BLOCK, device=device)
+    end_key = first_key + _BLOCK
     sees = torch.stack(
         [
             (start[:, None] < end_key) & (stop[:, None] > first_key) & (start < stop)[:, None],
@@ -64,8 +64,8 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
             (start[:, None] <= first_key) & (stop[:, None] >= end_key),
         ]
     )
-    padding = (0, 0, 0, -mask.query_length % BLOCK)
-    by_block = torch.nn.functional.pad(sees, padding).unflatten(1, (-1, BLOCK))
+    padding = (0, 0, 0, -mask.query_length % _BLOCK)
+    by_block = torch.nn.functional.pad(sees, padding).unflatten(1, (-1, _BLOCK))
     some, every = by_block[0].any(1), by_block[1].all(1)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=_BLOCK,
         mask_mod=visible,
         seq_lengths=(mask.query_length, mask.key_length),
     )
@@ -91,7 +91,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernel_options(
-    query_length: int, head_dim: int, dtype: torch.dtype, target: Target
+    query_length: int, head_dim: int, dtype: torch.dtype, target: ChipClass
 ) -> dict[str, int]:
     """Return FlexAttention's `kernel_options` for a V of width 2d, where d is `head_dim`.
 
@@ -106,27 +106,27 @@ def kernel_options(
     """
     backward = _backward_options(head_dim, dtype, target)
     options = {f"bwd_{name}": size for name, size in backward.items()}
-    if query_length < BLOCK:
+    if query_length < _BLOCK:
         # For so few queries FlexAttention uses its decoding kernel, whose default blocks fit.
         return options
     forward = _forward_options(head_dim, dtype, target)
     return options | {f"fwd_{name}": size for name, size in forward.items()}
 
 
-def _forward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+def _forward_options(head_dim: int, dtype: torch.dtype, target: ChipClass) -> dict[str, int]:
     if dtype not in SIXTEEN_BITS:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2} if head_dim > 64 else {}
-    if target is Target.SMALL and head_dim > 64:
+    if target is ChipClass.SMALL and head_dim > 64:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
     return {"num_warps": 8} if head_dim >= 64 else {}
 
 
-def _backward_options(head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, int]:
+def _backward_options(head_dim: int, dtype: torch.dtype, target: ChipClass) -> dict[str, int]:
     if dtype not in SIXTEEN_BITS or head_dim < 64:
         return {}
     if head_dim == 64:
         return {"num_warps": 8}
-    size, stages, warps = (32, 1, 4) if target is Target.SMALL else (64, 2, 8)
+    size, stages, warps = (32, 1, 4) if target is ChipClass.SMALL else (64, 2, 8)
     # FlexAttention's backward kernel has separate block sizes for dK and dV (1) and for dQ (2).
     sizes = {f"BLOCK_{side}{part}": size for side in "MN" for part in (1, 2)}
     return sizes | {"num_stages": stages, "num_warps": warps}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffmegatron.data.index.corpus_manifest import FileRecord, Manifest, TokenizerRecord
+from diffmegatron.data.index.corpus_manifest import CorpusManifest, FileRecord, TokenizerRecord
 from diffmegatron.data.index.token_store import open_corpus
 from diffmegatron.data.tokenizers import load_tokenizer
 
@@ -40,7 +40,7 @@ def write_sparse_corpus(prefix: Path, parts: int) -> None:
         file.write(np.int64(2 * LENGTH * (DOCUMENTS - 1)).tobytes())
         file.seek(34 + 20 * DOCUMENTS)
         file.write(np.int64(DOCUMENTS).tobytes())
-    manifest = Manifest(
+    manifest = CorpusManifest(
         tokenizer=TokenizerRecord(
             name="bytes", sha256=tokenizer.sha256, vocab_size=257, end_of_document=256
         ),

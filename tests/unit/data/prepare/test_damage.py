@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from diffmegatron.cli import app
 from diffmegatron.data.index.corpus_manifest import (
-    Manifest,
+    CorpusManifest,
     check_hashes,
     check_sizes,
     hash_file,
-    read_manifest,
+    read_corpus_manifest,
 )
 from diffmegatron.data.prepare import corpus_readers as corpus
 from diffmegatron.data.prepare import preparation
@@ -39,7 +39,7 @@ MANIFEST_KEYS = ["vocab_size", "settings", "text_bytes", "rejected", "lengths", 
 TEXTS = [f"document {number} " * 20 for number in range(3000)]
 
 
-def run(inputs: Path | list[Path], prefix: Path, **options: Any) -> Manifest:
+def run(inputs: Path | list[Path], prefix: Path, **options: Any) -> CorpusManifest:
     paths = inputs if isinstance(inputs, list) else [inputs]
     return prepare(paths, prefix, "bytes", show_progress=False, **options)
 
@@ -121,7 +121,7 @@ def test_a_damaged_input_file_refuses_the_corpus(
     with pytest.raises(UserError, match=said):
         run([cut, after], tmp_path / "out", max_reject_share=1.0)
     run([after], tmp_path / "out", restart=True)
-    assert read_manifest(tmp_path / "out").documents == 3
+    assert read_corpus_manifest(tmp_path / "out").documents == 3
 
 
 def test_a_truncated_input_file_refuses_the_corpus_with_workers(tmp_path: Path) -> None:

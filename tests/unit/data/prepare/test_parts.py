@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from diffmegatron.cli import app
 from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index import token_store
-from diffmegatron.data.index.corpus_manifest import Manifest
+from diffmegatron.data.index.corpus_manifest import CorpusManifest
 from diffmegatron.data.index.token_store import PartTokens, open_corpus
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, find_files, read_records
@@ -56,26 +56,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(inputs: Path, prefix: Path, part: str | None = None, **options: Any) -> Manifest:
+def run(inputs: Path, prefix: Path, part: str | None = None, **options: Any) -> CorpusManifest:
     chosen = None if part is None else Part.parse(part)
     options = {"tokenizer": "bytes", **options}
     return prepare([inputs], prefix, part=chosen, show_progress=False, **options)
 
 
-def run_parts(inputs: Path, prefix: Path, number: int, **options: Any) -> Manifest:
+def run_parts(inputs: Path, prefix: Path, number: int, **options: Any) -> CorpusManifest:
     for part in range(number, 0, -1):
         run(inputs, prefix, f"{part}/{number}", **options)
     return merge(prefix, show_progress=False)
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: Path) -> tuple[Path, Manifest]:
+def whole(corpus: Path) -> tuple[Path, CorpusManifest]:
     prefix = corpus.parent / "whole"
     return prefix, run(corpus, prefix)
 
 
 @pytest.fixture(scope="module")
-def merged(corpus: Path) -> tuple[Path, Manifest]:
+def merged(corpus: Path) -> tuple[Path, CorpusManifest]:
     prefix = corpus.parent / "merged"
     return prefix, run_parts(corpus, prefix, 4)
 
@@ -88,7 +88,7 @@ def part_file(prefix: Path, number: int, of: int, suffix: str) -> Path:
 
 
 def test_merged_parts_equal_the_files_of_one_prepare(
-    whole: tuple[Path, Manifest], merged: tuple[Path, Manifest]
+    whole: tuple[Path, CorpusManifest], merged: tuple[Path, CorpusManifest]
 ) -> None:
     one, parts = (prefix for prefix, _ in (whole, merged))
     assert Path(f"{one}.idx").read_bytes() == Path(f"{parts}.idx").read_bytes()
@@ -117,8 +117,8 @@ def opened(prefixes: list[Path], split: Split, **options: Any) -> Any:
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_samples_of_merged_parts_equal_those_of_one_prepare(
-    whole: tuple[Path, Manifest],
-    merged: tuple[Path, Manifest],
+    whole: tuple[Path, CorpusManifest],
+    merged: tuple[Path, CorpusManifest],
     tmp_path: Path,
     split: Split,
     packing: str,
@@ -174,7 +174,7 @@ def test_a_corpus_without_text_is_refused_by_the_merge(tmp_path: Path) -> None:
 
 
 def test_a_moved_corpus_opens_by_its_prefix_or_its_parts_folder(
-    merged: tuple[Path, Manifest], tmp_path: Path
+    merged: tuple[Path, CorpusManifest], tmp_path: Path
 ) -> None:
     for suffix in (".idx", ".json"):
         shutil.copy(f"{merged[0]}{suffix}", tmp_path / f"here{suffix}")
@@ -261,7 +261,9 @@ def test_tokens_of_files_read_as_one_array(
 
 
 def test_few_files_are_open_at_once(
-    merged: tuple[Path, Manifest], whole: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
+    merged: tuple[Path, CorpusManifest],
+    whole: tuple[Path, CorpusManifest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_store, "_MAPPED_AT_ONCE", 2)
     reference = open_corpus(str(whole[0]))
@@ -280,7 +282,10 @@ def open_files(folder: Path) -> int:
 
 
 def test_an_interrupted_part_is_resumed(
-    corpus: Path, whole: tuple[Path, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    whole: tuple[Path, CorpusManifest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run(corpus, tmp_path / "out", "1/2")
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import torch
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from diffmegatron.data.index.corpus_manifest import Manifest, hash_file
+from diffmegatron.data.index.corpus_manifest import CorpusManifest, hash_file
 from diffmegatron.data.prepare import preparation
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
@@ -24,7 +24,7 @@ from diffmegatron.errors import UserError
 TEXTS = ["first", "zweiter Text, naïve 数学", "x" * 3000, "a\nb"]
 
 
-def run(inputs: Path | list[Path], prefix: Path, **options: Any) -> Manifest:
+def run(inputs: Path | list[Path], prefix: Path, **options: Any) -> CorpusManifest:
     paths = inputs if isinstance(inputs, list) else [inputs]
     return prepare(paths, prefix, "bytes", show_progress=False, **options)
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typer.testing import CliRunner
 
 from diffmegatron import cli
-from diffmegatron.data.index.corpus_manifest import read_manifest
+from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 
@@ -51,7 +51,7 @@ def test_the_command_line_and_python_write_the_same_manifest(tmp_path):
         "deduplicate": True,
         "max_document_bytes": 26,
     }
-    other = read_manifest(tmp_path / "a")
+    other = read_corpus_manifest(tmp_path / "a")
     assert other.settings == manifest.settings
     assert (other.documents, other.duplicates, other.rejected) == (2, 1, 1)
     assert manifest.documents == other.documents
