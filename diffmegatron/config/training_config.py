@@ -1,5 +1,6 @@
 """The ``training`` section of a recipe: length, batch, precision and measurements."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -16,6 +17,11 @@ def _check_backend(name: str) -> str:
             "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(names)}
         )
     return name
+
+
+def even_chunk(length: int, most: int) -> int:
+    """Return the length of the fewest chunks with at most ``most`` of ``length`` positions."""
+    return math.ceil(length / math.ceil(length / most))
 
 
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -78,7 +84,8 @@ class TrainingConfig(Section):
         description="kernel of attention; doctor lists those that run",
     )
     loss_chunk: Size | None = Field(
-        default=None, description="tokens whose logits are in memory at once; null: all"
+        default=None,
+        description="positions whose logits are in memory at once, in every sequence; null: all",
     )
     offload_activations: bool = Field(
         default=False, description="keep saved activations in host memory until the backward pass"

@@ -1,54 +1,31 @@
 """Cross-entropy loss of the next token, optionally in chunks of the sequence to save memory.
 
-In shapes, b is the number of sequences in a microbatch, and s the number of positions on this
-context-parallel rank.
+In shapes, b is the number of sequences in a microbatch, s the number of positions on this
+context-parallel rank, and v the size of this tensor-parallel rank's vocabulary shard.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, distributed
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-# Function that returns losses [b, s] from labels [b, s] and hidden states or logits [s, b, ...].
-Losses = Callable[[Tensor, Tensor], Tensor]
-
-
-def chunked_losses(losses: Losses, labels: Tensor, hidden: Tensor, size: int) -> Tensor:
-    """Compute the losses [b, s] in chunks of ``size`` positions, to limit the memory of logits.
-
-    The backward pass recomputes each chunk's logits. ``labels`` are [b, s], and ``hidden`` is
-    [s, b, hidden size]. With sequence parallelism over t ranks, ``hidden`` is
-    [s / t, b, hidden size], and each rank contributes ceil(``size`` / t) positions to a chunk.
-    """
-    by_rank = labels.unflatten(1, (-1, hidden.shape[0]))
-    step = -(-size // by_rank.shape[1])
-    chunks = [
-        checkpoint(
-            losses,
-            by_rank[:, :, start : start + step].flatten(1),
-            hidden[start : start + step],
-            use_reentrant=False,
-            preserve_rng_state=False,
-        ).unflatten(1, (by_rank.shape[1], -1))
-        for start in range(0, hidden.shape[0], step)
-    ]
-    return torch.cat(chunks, dim=2).flatten(1)
+from diffmegatron.config.training_config import even_chunk
 
 
 def cross_entropy(
-    fallback: Losses,
-    labels: Tensor,
-    logits: Tensor,
-    group: distributed.ProcessGroup,
-    unpadded_size: int,
+    labels: Tensor, logits: Tensor, group: ProcessGroup, unpadded_size: int
 ) -> Tensor:
-    """Return the loss of each token, [b, s], from this tensor-parallel rank's logits.
+    """Return the loss of each token, [b, s], from labels [b, s] and logits [s, b, v].
 
-    The logits [s, b, vocabulary shard] may be overwritten. The softmax excludes vocabulary padding,
-    which begins at index ``unpadded_size`` of the shard. ``fallback`` is Megatron-core's
-    cross-entropy, which runs where the Triton kernel cannot run.
+    The logits may be overwritten. The softmax covers the vocabulary shards of all ranks of
+    ``group``, and excludes vocabulary padding, which begins at index ``unpadded_size`` of the
+    shard. Megatron-core's cross-entropy runs where the Triton kernel cannot run.
     """
     if _has_kernel(logits):
         from diffmegatron.model import cross_entropy_kernel
@@ -60,9 +37,125 @@ def cross_entropy(
     if unpadded_size < logits.shape[-1]:
         # Write in place, because a copy would need too much memory. The backward pass of
         # the output layer does not need the logits.
-        logits[..., unpadded_size:] = -torch.inf
-    return fallback(labels, logits)
+        with torch.no_grad():
+            logits[..., unpadded_size:] = -torch.inf
+    losses = vocab_parallel_cross_entropy(logits, labels.T.contiguous())
+    return losses.T.contiguous()
 
 
 def _has_kernel(logits: Tensor) -> bool:
     return logits.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def chunked_losses(
+    labels: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    size: int,
+    group: ProcessGroup,
+    sequence_parallel: bool,
+    unpadded_size: int,
+) -> Tensor:
+    """Return the loss of each token, [b, s], computed in chunks of positions.
+
+    Only one chunk's logits are in memory at a time. The backward pass computes them again, and adds
+    the chunks' gradients of the weight within the products, so that no chunk's gradient of the
+    weight is in memory.
+
+    Args:
+        labels: ids, [b, s].
+        hidden: input of the output layer, [s, b, hidden size]; under sequence parallelism over t
+            ranks, [s / t, b, hidden size].
+        weight: weight of the output layer, [v, hidden size].
+        size: largest number of positions of a chunk. A chunk has these positions of all b
+            sequences. Under sequence parallelism, each rank contributes ceil(``size`` / t).
+        group: tensor-parallel ranks.
+        unpadded_size: number of ids in this rank's vocabulary shard that are not padding.
+    """
+    shards = group.size() if sequence_parallel else 1
+    chunks = _Chunks(even_chunk(hidden.shape[0], -(-size // shards)), group, shards, unpadded_size)
+    losses: Tensor = _ChunkedLosses.apply(chunks, labels, hidden, weight)
+    return losses
+
+
+class _Chunks(NamedTuple):
+    """Layout of chunks; a chunk has at most ``length`` positions of each of the ``shards``."""
+
+    length: int
+    group: ProcessGroup
+    shards: int
+    unpadded_size: int
+
+    def ranges(self, hidden: Tensor) -> Iterator[slice]:
+        """Yield the range of each chunk within this rank's hidden states."""
+        for start in range(0, hidden.shape[0], self.length):
+            yield slice(start, start + self.length)
+
+    def hidden_states(self, hidden: Tensor, own: slice) -> Tensor:
+        """Return a chunk's hidden states from all shards."""
+        chunk = hidden[own]
+        if self.shards == 1:
+            return chunk
+        return gather_from_sequence_parallel_region(chunk, group=self.group)
+
+    def losses(self, labels: Tensor, own: slice, logits: Tensor) -> Tensor:
+        """Return a chunk's losses, [b, shards, positions of a shard]."""
+        own_labels = self.by_shard(labels)[:, :, own].flatten(1)
+        return self.by_shard(cross_entropy(own_labels, logits, self.group, self.unpadded_size))
+
+    def logits_gradient(self, labels: Tensor, own: slice, logits: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of a chunk's logits, [tokens, v], from that of all losses, [b, s]."""
+        with torch.enable_grad():
+            losses = self.losses(labels, own, logits.requires_grad_())
+            (dlogits,) = torch.autograd.grad(losses, logits, self.by_shard(grad)[:, :, own])
+        return dlogits.flatten(0, 1)
+
+    def write_hidden_gradient(self, dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write the gradient of a chunk's hidden states, summed over the vocabulary's shards."""
+        if self.shards == 1:
+            torch.mm(dlogits, weight, out=out.flatten(0, 1))
+            if self.group.size() > 1:
+                distributed.all_reduce(out, group=self.group)
+        else:
+            whole = dlogits.mm(weight)
+            distributed.reduce_scatter_tensor(out.flatten(0, 1), whole, group=self.group)
+
+    def by_shard(self, by_token: Tensor) -> Tensor:
+        """View values of tokens, [b, positions], as [b, shards, positions of a shard]."""
+        return by_token.unflatten(1, (self.shards, -1))
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, chunks: _Chunks, labels: Tensor, hidden: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.chunks, ctx.labels = chunks, labels
+        losses = [
+            chunks.losses(labels, own, chunks.hidden_states(hidden, own).matmul(weight.t()))
+            for own in chunks.ranges(hidden)
+        ]
+        return torch.cat(losses, dim=2).flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, weight), chunks, labels = ctx.saved_tensors, ctx.chunks, ctx.labels
+        _, _, needs_hidden, needs_weight = ctx.needs_input_grad
+        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dweight: Tensor | None = None
+        for own in chunks.ranges(hidden):
+            whole = chunks.hidden_states(hidden, own)
+            dlogits = chunks.logits_gradient(labels, own, whole.matmul(weight.t()), grad)
+            if needs_weight and dweight is None:
+                dweight = dlogits.t().mm(whole.flatten(0, 1))
+            elif dweight is not None:
+                dweight.addmm_(dlogits.t(), whole.flatten(0, 1))
+            del whole
+            if dhidden is not None:
+                chunks.write_hidden_gradient(dlogits, weight, dhidden[own])
+            # Free the gradient before the next chunk's logits are computed.
+            del dlogits
+        return None, None, dhidden, dweight

@@ -5,8 +5,9 @@ context-parallel rank, and v the size of this tensor-parallel rank's vocabulary 
 sequence parallelism, hidden states have s / (tensor-parallel size) positions instead of s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -40,7 +41,8 @@ class VirtualStage(LanguageModule):
     Args:
         vocab_size: number of rows of the unsharded embedding and output layer, with padding.
         vocab_padding: number of padding rows at the end, which are not tokens.
-        loss_chunk: number of positions whose logits are in memory at the same time; None for all.
+        loss_chunk: number of positions, in each of the b sequences, whose logits are in memory at
+            the same time; None for all.
         pre_process, post_process: whether this is the network's first or last virtual stage.
         vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
@@ -65,7 +67,11 @@ class VirtualStage(LanguageModule):
         self.model_type, self.vp_stage = ModelType.encoder_or_decoder, vp_stage
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = tied_embeddings
-        self.unpadded_vocab_size, self.loss_chunk = vocab_size - vocab_padding, loss_chunk
+        self.loss_chunk = loss_chunk
+        shard_size = vocab_size // self.tp_group.size()
+        tokens = vocab_size - vocab_padding - self.tp_group.rank() * shard_size
+        # Number of ids in this rank's vocabulary shard that are not padding.
+        self.unpadded_size = min(max(tokens, 0), shard_size)
         self._angles = cache(
             partial(
                 rotary_angles,
@@ -88,7 +94,7 @@ class VirtualStage(LanguageModule):
             config, layer_specs, final_norm if post_process else None, self.pg_collection, vp_stage
         )
         if post_process:
-            self.output_layer = tensor_parallel.ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 config.hidden_size,
                 vocab_size,
                 config=config,
@@ -139,30 +145,30 @@ class VirtualStage(LanguageModule):
         if labels is None:
             return self._logits(hidden).transpose(0, 1).contiguous()
         if self.loss_chunk is None:
-            return self._losses(labels, hidden)
-        return chunked_losses(self._losses, labels, hidden, self.loss_chunk)
+            return cross_entropy(labels, self._logits(hidden), self.tp_group, self.unpadded_size)
+        losses: Tensor = self.output_layer(
+            hidden,
+            self._output_weight(),
+            partial(
+                chunked_losses,
+                labels,
+                size=self.loss_chunk,
+                group=self.tp_group,
+                sequence_parallel=self.config.sequence_parallel,
+                unpadded_size=self.unpadded_size,
+            ),
+        )
+        return losses
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return this tensor-parallel rank's shard of the logits, [s, b, v]."""
-        shares = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if shares else None
-        logits: Tensor = self.output_layer(hidden, weight=weight)[0]
+        logits: Tensor = self.output_layer(hidden, self._output_weight())[0]
         return logits
 
-    def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
-        logits = self._logits(hidden)
-        return cross_entropy(
-            self.compute_language_model_loss,
-            labels,
-            logits,
-            self.tp_group,
-            self._unpadded_size(logits.shape[-1]),
-        )
-
-    def _unpadded_size(self, shard_size: int) -> int:
-        """Return the number of ids in this rank's vocabulary shard that are not padding."""
-        first = self.tp_group.rank() * shard_size
-        return min(max(self.unpadded_vocab_size - first, 0), shard_size)
+    def _output_weight(self) -> Tensor | None:
+        """Return the embedding's weight if the output layer uses it, otherwise None."""
+        shares = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if shares else None
 
     def likeliest_tokens(self, logits: Tensor) -> Tensor:
         """Return the id of the most likely token at each position, int64 [b, s].
@@ -172,7 +178,7 @@ class VirtualStage(LanguageModule):
         position (except padding) is not finite.
         """
         group, shard_size = self.tp_group, logits.shape[-1]
-        first, unpadded_size = group.rank() * shard_size, self._unpadded_size(shard_size)
+        first, unpadded_size = group.rank() * shard_size, self.unpadded_size
         bad = ~logits[..., :unpadded_size].isfinite().all(-1)
         padded = torch.arange(shard_size, device=logits.device) >= unpadded_size
         value, place = logits.float().masked_fill(padded, -torch.inf).max(-1)
@@ -181,6 +187,27 @@ class VirtualStage(LanguageModule):
             for x in (value.masked_fill(bad, torch.inf), (place + first).masked_fill(bad, -1))
         )
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
+
+
+class OutputLayer(tensor_parallel.ColumnParallelLinear):
+    """Output layer that can compute another function of its input and weight than the product.
+
+    The function must run within the module's call, because ZeRO 3 gathers the weight for this call.
+    """
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Any:
+        """Return ``function(hidden, weight)``; without ``function``, Megatron's result.
+
+        ``weight`` None selects the weight of the layer.
+        """
+        if function is None:
+            return super().forward(hidden, weight)
+        return function(hidden, self.weight if weight is None else weight)
 
 
 class Decoder(MegatronModule):

@@ -16,6 +16,7 @@ from diffmegatron.model.accounting.activations import (
     FLOAT32,
     context_communication,
     local_tokens,
+    loss_chunks,
     output_weight,
 )
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET, trained_parameters
@@ -91,7 +92,7 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         per_collective = 1 if parallel.sequence_parallel else 2
         tensor = _hidden_states_sent(recipe, stage) / per_collective
         if is_last:
-            chunks = _loss_chunks(recipe)
+            chunks = loss_chunks(recipe)
             tensor += (chunks - 1) * _output_transfers(recipe) / per_collective
             # Cross-entropy has two all-reduces: one of the largest logits, and one of the sums of
             # exponentials and the labels' logits. With chunks, the backward pass repeats both.
@@ -194,17 +195,10 @@ def _output_transfers(recipe: Recipe) -> int:
     """Return how often the output layer transfers a microbatch's hidden states."""
     if not recipe.parallel.sequence_parallel:
         return 2
-    return 2 + (output_weight(recipe) > 0) + (recipe.training.loss_chunk is not None)
-
-
-def _loss_chunks(recipe: Recipe) -> int:
-    """Return the number of chunks in which a context-parallel rank computes the loss."""
-    training, parallel = recipe.training, recipe.parallel
-    if training.loss_chunk is None:
-        return 1
-    ranges = parallel.tensor if parallel.sequence_parallel else 1
-    positions = training.seq_length // parallel.context // ranges
-    return math.ceil(positions / math.ceil(training.loss_chunk / ranges))
+    # The backward pass gathers the hidden states again for the gradient of the weight, and with
+    # chunks for the logits.
+    gathers_again = output_weight(recipe) > 0 or recipe.training.loss_chunk is not None
+    return 2 + gathers_again
 
 
 def _context(recipe: Recipe) -> float:

@@ -14,6 +14,7 @@ SMALL = ("model.num_layers=2", "training.seq_length=512")
 LONG = ("model.num_layers=2", "training.seq_length=4096")
 V1 = "configs/at_scale/diff_3b_64gpus.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}",)
+TWO = ("training.micro_batch_size=2",)
 SELECTED = ("model.attention.selected_heads=[[0, 1], [2, 3, 4]]",)
 CASES = {
     "v1 by Triton": Case(V1, 64, (*SMALL, "training.attention_backend=triton")),
@@ -66,7 +67,19 @@ CASES = {
     "offloaded optimizer": Case(
         V1, 64, (*SMALL, "parallel.offload_optimizer=true"), microbatches=2
     ),
-    "loss in chunks": Case(V1, 64, (*SMALL, "training.loss_chunk=128")),
+    "two sequences": Case(V1, 64, (*SMALL, *TWO)),
+    "two sequences, loss in chunks": Case(V1, 64, (*SMALL, *TWO, "training.loss_chunk=128")),
+    "four sequences, sequence parallelism, loss in chunks": Case(
+        V1,
+        64,
+        (
+            *SMALL,
+            "training.micro_batch_size=4",
+            "training.loss_chunk=200",
+            "parallel.tensor=2",
+            "parallel.sequence_parallel=true",
+        ),
+    ),
     "recomputed": Case(V1, 64, (*SMALL, "recompute.granularity=full")),
     # The peak of memory of this case is in the backward pass of SwiGLU in a recomputed layer.
     "recomputed, long": Case(
@@ -132,6 +145,15 @@ def test_plan_matches_the_executed_memory_and_traffic(name, results):
         raise results[name]
     outside = [each for each in compare(CASES[name], results[name]) if not each.is_within()]
     assert list(map(str, outside)) == []
+
+
+def test_a_loss_in_chunks_lowers_the_peak_by_the_logits_of_the_other_chunks(results):
+    whole, chunked = (
+        next(row.executed for row in compare(CASES[name], results[name]) if "peak" in row.name)
+        for name in ("two sequences", "two sequences, loss in chunks")
+    )
+    logit, vocabulary = 2, 100288
+    assert whole - chunked == pytest.approx(logit * 2 * (512 - 128) * vocabulary, rel=0.01)
 
 
 @pytest.mark.parametrize("name", CASES)

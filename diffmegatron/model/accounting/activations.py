@@ -111,27 +111,44 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Return the temporary bytes of the loss or, if larger, of the output layer's backward pass."""
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
-    element, tokens = BYTES[training.precision], local_tokens(recipe)
-    chunk = min(tokens, training.loss_chunk or tokens)
+    element, chunk = BYTES[training.precision], _loss_tokens(recipe)
     vocabulary = model.vocab_size / parallel.tensor
     per_logit = element
     if device == "cpu" and training.precision == "bf16":
         per_logit += FLOAT32
     sharded = hidden_states_bytes(recipe)
     hidden_gradient: float = element * model.hidden_size * chunk
-    # If the output layer is frozen, the gradient of the logits is freed before the gradient of the
-    # hidden states is reduced.
-    is_reduced = parallel.sequence_parallel and output_weight(recipe) > 0
-    if is_reduced or chunk < tokens:
-        # Add the result of the reduction, or the tensor that collects the gradients of the chunks.
+    if training.loss_chunk is not None:
+        # The chunks write their gradients into one tensor. Only sequence parallelism needs another
+        # tensor, in which a chunk's gradient is before its reduction.
+        hidden_gradient = sharded + (hidden_gradient if parallel.sequence_parallel else 0)
+    elif parallel.sequence_parallel and output_weight(recipe) > 0:
+        # Add the result of the reduction. If the output layer is frozen, the gradient of the logits
+        # is freed before the reduction.
         hidden_gradient += sharded
-    gradients = 2 if chunk < tokens else 1
-    backward = element * (chunk * vocabulary + gradients * output_weight(recipe)) + hidden_gradient
+    backward = element * (chunk * vocabulary + output_weight(recipe)) + hidden_gradient
     if training.offload_activations or parallel.pipeline > 1:
         # With offloading, add the output layer's input, copied from the host. With a pipeline, add
         # the gradient that this stage last sent to the previous stage.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
+
+
+def _loss_tokens(recipe: Recipe) -> int:
+    """Return the largest number of a rank's tokens whose logits are in memory at once."""
+    shards = _sequence_shards(recipe)
+    positions = recipe.training.seq_length // recipe.parallel.context // shards
+    longest = -(-positions // loss_chunks(recipe))
+    return longest * shards * recipe.training.micro_batch_size
+
+
+def loss_chunks(recipe: Recipe) -> int:
+    """Return the number of chunks in which a context-parallel rank computes the loss."""
+    training, shards = recipe.training, _sequence_shards(recipe)
+    if training.loss_chunk is None:
+        return 1
+    positions = training.seq_length // recipe.parallel.context // shards
+    return -(-positions // -(-training.loss_chunk // shards))
 
 
 def output_weight(recipe: Recipe) -> int:

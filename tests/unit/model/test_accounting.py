@@ -419,20 +419,19 @@ def test_memory_of_the_loss_matches_a_calculation_by_hand():
 
 
 def test_a_chunked_loss_has_the_logits_of_a_chunk():
-    """Check that a chunked loss needs the logits of only one chunk at a time.
+    """Check that a chunked loss needs the logits of only one chunk, of all rows of the batch.
 
-    At the peak, memory holds the gradients that one chunk computes: of its logits, of the weight
-    and of its hidden states. With several chunks, memory also holds the sum of the weight gradients
-    of earlier chunks, and the gradient of all hidden states. Only these two tensors differ between
-    a batch of one chunk and a batch of eight chunks.
+    At the peak, memory holds the gradients of a chunk's logits, of the weight and of all hidden
+    states. So a batch of one chunk and a batch of eight chunks differ in the hidden states alone.
     """
     whole, chunk = (
-        memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 1024}), 1)[
+        memory_by_stage(make_recipe(None, {"seq_length": length, "loss_chunk": 512}), 1)[
             0
         ].loss.beside
         for length in (512, 4096)
     )
-    assert chunk - whole == 2 * (VOCABULARY * 64 + BATCH * 4096 * 64)
+    assert whole == 2 * (BATCH * 512 * (VOCABULARY + 64) + VOCABULARY * 64)
+    assert chunk - whole == 2 * BATCH * (4096 - 512) * 64
 
 
 def test_data_parallel_ranks_share_the_optimizer_state():

@@ -18,7 +18,12 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import ColumnParallelLinear, checkpoint
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    checkpoint,
+    gather_from_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -41,7 +46,8 @@ ARGUMENTS = [
     (TransformerLayer.__init__, ["config", "layer_number", "pg_collection", "vp_stage"]),
     (MLP.__init__, ["config", "submodules", "ffn_hidden_size", "tp_group"]),
     (checkpoint, ["function", "distribute_saved_activations"]),
-    (LanguageModule.compute_language_model_loss, ["labels", "logits"]),
+    (vocab_parallel_cross_entropy, ["vocab_parallel_logits", "target"]),
+    (gather_from_sequence_parallel_region, ["input_", "group"]),
 ]
 # Attributes of a virtual stage, and the module or class of Megatron-core that reads each.
 READ_OF_A_STAGE = [
