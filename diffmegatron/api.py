@@ -125,6 +125,5 @@ def evaluate(
         from diffmegatron.evaluation.evaluate import evaluate as run
         from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 
-    chosen = EvaluateSettings(**options)
     folders = [Path(target) for target in targets]
-    return run(folders, suites, Path(out), chosen.suite_fields(), settings, chosen)
+    return run(folders, suites, Path(out), EvaluateSettings(**options), settings)

@@ -149,13 +149,13 @@ def prepare(
     To resume an interrupted preparation, run the same command again.
     """
     from diffmegatron.data.prepare.parts import Part
-    from diffmegatron.data.prepare.prepare import prepare as prepare_corpus
+    from diffmegatron.data.prepare.prepare import prepare_corpus
 
     chosen = None if part is None else Part.parse(part)
     manifest = prepare_corpus(
         inputs,
         output,
-        **vars(settings),
+        settings,
         workers=workers,
         pattern=pattern,
         part=chosen,

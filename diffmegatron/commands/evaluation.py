@@ -40,7 +40,7 @@ def evaluate(
     launch = read_launch()
     from diffmegatron.evaluation.evaluate import evaluate as run
 
-    report = run(targets, suite.split(","), out, settings.suite_fields(), set_ or [], settings)
+    report = run(targets, suite.split(","), out, settings, set_ or [])
     if launch.rank == 0:
         print(f"wrote {report}")
 

@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from diffmegatron.errors import NotFiniteError, UserError
-from diffmegatron.evaluation.evaluate_settings import Computing
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.result_file import (
     NOT_FINITE,
@@ -45,9 +44,8 @@ def evaluate(
     paths: Sequence[Path],
     names: Sequence[str],
     out: Path,
-    options: Mapping[str, Any],
-    settings: Sequence[str],
-    computing: Computing | None = None,
+    settings: EvaluateSettings,
+    overrides: Sequence[str],
 ) -> Path:
     """Run suites on targets, write the report, and return the path of ``report.html``.
 
@@ -56,10 +54,10 @@ def evaluate(
     whose ``is_parallel`` is false, rank 0 scores all items.
 
     Args:
-        options: values of the suites' fields ``data``, ``haystack`` and ``data_dir``.
-        settings: settings of suites, as ``SUITE.KEY=VALUE``.
+        settings: data of the suites, and how to compute.
+        overrides: settings of suites, as ``SUITE.KEY=VALUE``.
     """
-    computing = computing or Computing()
+    options = settings.suite_fields()
     given = chain.from_iterable(
         value if isinstance(value, tuple) else (value,) for value in options.values()
     )
@@ -72,9 +70,9 @@ def evaluate(
         ranks.barrier()
         targets = find_targets(paths, out)
         export_targets(targets, ranks)
-        suites = make_suites(names, options, settings, lambda: shortest_context(targets))
-        if computing.engine == "vllm":
-            check_served(suites, targets, computing, ranks.count)
+        suites = make_suites(names, options, overrides, lambda: shortest_context(targets))
+        if settings.engine == "vllm":
+            check_served(suites, targets, settings, ranks.count)
         _check(suites, targets)
         # Read the data of all suites before the first one runs, because a suite may take hours.
         items = {
@@ -83,23 +81,23 @@ def evaluate(
             for target in targets
         }
         measured: dict[str, dict[str, Measured]] = {suite.name: {} for suite in suites}
-        kind = VllmModel if computing.engine == "vllm" else Model
+        kind = VllmModel if settings.engine == "vllm" else Model
         for suite in suites if len(targets) > 1 else ():
             rounds = (suite.rounds(items[suite.name, target.name]) for target in targets)
             for each in zip(*rounds, strict=True):
                 for target, of_round in zip(targets, each, strict=True):
                     of_suite = items[suite.name, target.name]
-                    model = kind(target, computing)
+                    model = kind(target, settings)
                     with _open_records(suite, of_suite, model, out, ranks) as file:
                         fitting, _ = _divide(of_round, target)
                         _score_items(suite, model, fitting, file, ranks, suite.passes[0])
         for target in targets:
-            model = kind(target, computing)
+            model = kind(target, settings)
             for suite in suites:
                 of_suite = items[suite.name, target.name]
                 measured[suite.name][target.name] = _run(suite, of_suite, model, out, ranks)
         if ranks.is_main:
-            write_results(out, suites, targets, measured, computing)
+            write_results(out, suites, targets, measured, settings)
         return out / REPORT
 
 

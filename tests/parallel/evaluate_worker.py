@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.suites.loss import Loss
 
 
@@ -23,4 +24,6 @@ def main() -> None:
         return score(*given)
 
     Loss.score = note_and_score
-    evaluate([Path(each) for each in targets], ["loss"], Path(out), {"data": (data,)}, [])
+    evaluate(
+        [Path(each) for each in targets], ["loss"], Path(out), EvaluateSettings(data=(data,)), []
+    )

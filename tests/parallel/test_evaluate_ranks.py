@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.suites.loss import Loss
 from tests.pretrained import write_pretrained
 from tests.ranks import launch
@@ -22,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (json.dumps({"text": f"text {number} " * 9}) + "\n" for number in range(ITEMS))
     (found / "text.jsonl").write_text("".join(lines))
     data = (str(found / "text.jsonl"),)
-    evaluate([found / "plain"], ["loss"], found / "one", {"data": data}, [])
+    evaluate([found / "plain"], ["loss"], found / "one", EvaluateSettings(data=data), [])
     return found
 
 
@@ -78,7 +79,7 @@ def test_an_evaluation_resumes_on_fewer_ranks(ranks, monkeypatch):
     )
     data = (str(ranks / "text.jsonl"),)
     for out in ("left", "left_to_one"):
-        evaluate([ranks / "plain"], ["loss"], ranks / out, {"data": data}, [])
+        evaluate([ranks / "plain"], ["loss"], ranks / out, EvaluateSettings(data=data), [])
         lines = (ranks / out / "loss/plain.jsonl").read_text().splitlines()
         assert set(lines) == set((ranks / "one/loss/plain.jsonl").read_text().splitlines())
         assert len(lines) == 1 + ITEMS

@@ -17,6 +17,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.in_training import metric_name, open_evaluators
 from diffmegatron.model.network import VirtualStage
 from diffmegatron.training.monitoring.metrics import TENSORBOARD, read_metrics
@@ -104,12 +105,12 @@ def test_suite_values_equal_evaluate_on_the_checkpoint(run, suites, folder, tmp_
     assert list(found) == [0, 2, 3]
     assert found[0] != found[2] != found[3]
     checkpoint = run / "checkpoints/step_00000002"
-    paths = {"data": tuple(suites["loss"]["data"]), "haystack": folder / "hay.txt"}
+    paths = EvaluateSettings(data=tuple(suites["loss"]["data"]), haystack=folder / "hay.txt")
     settings = [
         f"{suite}.{key}={json.dumps(value)}"
         for suite, given in suites.items()
         for key, value in given.items()
-        if key not in paths
+        if key not in ("data", "haystack")
     ]
     evaluate([checkpoint], list(suites), tmp_path, paths, settings)
     results = json.loads((tmp_path / "results.json").read_text())["suites"]

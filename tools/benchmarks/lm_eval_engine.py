@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.harness import Encoder
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Answer, Request, Scoring
@@ -162,7 +163,9 @@ def main(argv: Sequence[str]) -> None:
 
         def suite(out: str) -> float | list[str]:
             settings = [f"lm-eval.include_path={folder}", "lm-eval.tasks=[choices]"]
-            evaluate([model], ["lm-eval"], folder / out, {"data_dir": folder}, settings)
+            evaluate(
+                [model], ["lm-eval"], folder / out, EvaluateSettings(data_dir=folder), settings
+            )
             report = json.loads((folder / out / "results.json").read_text())["suites"]["lm-eval"]
             if report["not_run"]:
                 return report["not_run"]

@@ -50,6 +50,38 @@ def prepare(
     show_progress: bool = True,
     **settings: Any,
 ) -> CorpusManifest:
+    """Call :func:`prepare_corpus` from Python, with the settings as separate arguments.
+
+    Args:
+        tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
+        text_field: JSON key or Parquet column of the text.
+        settings: other fields of :class:`PrepareSettings`.
+    """
+    return prepare_corpus(
+        inputs,
+        output_prefix,
+        PrepareSettings(tokenizer, text_field=text_field, **settings),
+        workers=workers,
+        pattern=pattern,
+        part=part,
+        restart=restart,
+        commit_seconds=commit_seconds,
+        show_progress=show_progress,
+    )
+
+
+def prepare_corpus(
+    inputs: list[Path],
+    output_prefix: Path,
+    settings: PrepareSettings,
+    *,
+    workers: int = 1,
+    pattern: str = "*",
+    part: Part | None = None,
+    restart: bool = False,
+    commit_seconds: float = 10.0,
+    show_progress: bool = True,
+) -> CorpusManifest:
     """Tokenise a corpus into Megatron's IndexedDataset files and a manifest.
 
     If finished files of the same inputs and settings exist, they are only verified. The lock
@@ -60,26 +92,24 @@ def prepare(
             compressed (.gz, .zst). A plain-text file is one document.
         output_prefix: path of the output files without ``.bin``, ``.idx`` and ``.json``. Unusable
             records are listed in ``PREFIX.rejects.jsonl``.
-        tokenizer: name or path, see :func:`diffmegatron.data.tokenizers.load_tokenizer`.
-        text_field: JSON key or Parquet column of the text.
+        settings: settings of the corpus: tokenizer, layout, fields and limits.
         workers: number of processes that tokenise; 1 uses this process.
         pattern: glob of the files to read in a folder, such as ``*.py``.
         part: part to prepare in ``PREFIX.parts/``; None: all inputs. Duplicates are found only
             within a part.
         restart: whether to replace damaged files, and unfinished work of other inputs or settings.
         commit_seconds: seconds between two commits; a kill loses the work since the last commit.
-        settings: other fields of :class:`PrepareSettings`.
 
     Raises:
         UserError: an input, a setting or an existing file cannot be used.
     """
     _check_prefix(output_prefix)
-    chosen = PrepareSettings(tokenizer=tokenizer, text_field=text_field, **settings)
-    recorded = {"tokenizer_sha256": loaded(tokenizer).sha256, **chosen.recorded()}
-    if chosen.layout == "chat" and loaded(tokenizer).has_chat_tokens:
+    tokenizer = loaded(settings.tokenizer)
+    recorded = {"tokenizer_sha256": tokenizer.sha256, **settings.recorded()}
+    if settings.layout == "chat" and tokenizer.has_chat_tokens:
         recorded["chat_tokens"] = True
-    if chosen.layout == "template":
-        recorded["chat_template_sha256"] = template(tokenizer).sha256
+    if settings.layout == "template":
+        recorded["chat_template_sha256"] = template(settings.tokenizer).sha256
     files, place = find_files(inputs, pattern), f"--output {output_prefix}"
     record = None
     if part is not None:
@@ -105,7 +135,7 @@ def prepare(
             was_finished = state.finished
             with journal:
                 if not was_finished:
-                    preparation = Preparation(output_prefix, files, chosen, state, journal)
+                    preparation = Preparation(output_prefix, files, settings, state, journal)
                     preparation.run(workers, commit_seconds, show_progress)
             publish(folder, output_prefix)
             if not was_finished:

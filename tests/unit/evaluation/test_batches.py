@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from diffmegatron.errors import NotFiniteError, UserError
 from diffmegatron.evaluation import model as model_module
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Generation, LabelTree, Scored, Scoring
 from diffmegatron.evaluation.targets import find_targets
@@ -281,10 +282,11 @@ def test_a_context_without_tokens_is_refused(plain):
 
 def test_a_file_of_another_dtype_is_refused(plain, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "Some words."}')
-    options = {"data": (str(tmp_path / "text.jsonl"),)}
-    evaluate([plain], ["loss"], tmp_path, options, [])
+    data = (str(tmp_path / "text.jsonl"),)
+    evaluate([plain], ["loss"], tmp_path, EvaluateSettings(data=data), [])
+    other = EvaluateSettings(data=data, dtype="bfloat16")
     with pytest.raises(UserError, match="has results for other dtype"):
-        evaluate([plain], ["loss"], tmp_path, options, [], Computing(dtype="bfloat16"))
+        evaluate([plain], ["loss"], tmp_path, other, [])
 
 
 def test_device_cuda_without_a_gpu_is_an_error():

@@ -22,6 +22,7 @@ from diffmegatron.evaluation.captured_attention import (
     watch_attention,
 )
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suites.needle import (
     CITIES,
@@ -231,7 +232,7 @@ def test_quantised_attention_is_softmax_of_rounded_logits(model, small_blocks):
 
 
 def test_fewer_bits_lose_more(folder, tmp_path):
-    options = {"data": (str(folder / "hay.txt"),)}
+    options = EvaluateSettings(data=(str(folder / "hay.txt"),))
     settings = [f"quantized-attention.{s}" for s in ("characters=150", "bits=[12,3]")]
     targets = [folder / "plain", folder / "diff"]
     evaluate(targets, ["quantized-attention"], tmp_path, options, settings)
@@ -255,7 +256,7 @@ def test_outliers_are_those_of_all_values_sorted(model, folder, tmp_path, small_
         [folder / name],
         ["outliers"],
         tmp_path,
-        {"data": (str(folder / "hay.txt"),)},
+        EvaluateSettings(data=(str(folder / "hay.txt"),)),
         ["outliers.context=20", "outliers.tokens=50"],
     )
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["outliers"]
@@ -321,7 +322,7 @@ def test_larger_query_weights_give_larger_outliers(folder, tmp_path):
         [folder / "diff", tmp_path / "louder"],
         ["outliers"],
         tmp_path / "out",
-        {"data": (str(folder / "hay.txt"),)},
+        EvaluateSettings(data=(str(folder / "hay.txt"),)),
         ["outliers.context=20", "outliers.tokens=20"],
     )
     found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["outliers"]
@@ -375,7 +376,7 @@ def test_unsuitable_haystacks_lengths_and_pairs_are_errors(haystack, folder, tmp
         haystack.build_prompt(needles, "?", 5000, draw)
     with pytest.raises(UserError, match=r"2 needles and their question have 8\d tokens"):
         haystack.build_prompt(needles, "?", 40, draw)
-    options = {"haystack": folder / "hay.txt"}
+    options = EvaluateSettings(haystack=folder / "hay.txt")
     with pytest.raises(UserError, match=r"R may be at most N, and N at most \d+, the number"):
         evaluate([folder / "plain"], ["needle"], tmp_path, options, ["needle.pairs=[[1,2]]"])
     assert len(set(CITIES)) == len(CITIES)
@@ -386,7 +387,7 @@ def needle_results(folder: Path, out: Path) -> dict:
         [folder / "plain"],
         ["needle"],
         out,
-        {"haystack": folder / "hay.txt"},
+        EvaluateSettings(haystack=folder / "hay.txt"),
         [
             f"needle.{each}"
             for each in (
@@ -495,7 +496,7 @@ def test_needle_attention_distinguishes_a_model_that_attends_to_numbers(folder, 
         [good, broken],
         ["needle-attention"],
         tmp_path / "out",
-        {"haystack": folder / "hay.txt"},
+        EvaluateSettings(haystack=folder / "hay.txt"),
         [f"needle-attention.{each}" for each in ("length=400", "samples=2", "depths=[0.5]")],
     )
     found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["needle-attention"]
@@ -541,7 +542,7 @@ def test_an_unknown_kind_of_attention_is_refused(folder, tmp_path):
             [tmp_path / "other"],
             ["outliers"],
             tmp_path / "out",
-            {"data": (str(folder / "hay.txt"),)},
+            EvaluateSettings(data=(str(folder / "hay.txt"),)),
             [],
         )
 
@@ -553,6 +554,6 @@ def test_a_sliding_window_is_refused(folder, tmp_path):
             [tmp_path / "slides"],
             ["outliers"],
             tmp_path / "out",
-            {"data": (str(folder / "hay.txt"),)},
+            EvaluateSettings(data=(str(folder / "hay.txt"),)),
             ["outliers.context=20"],
         )

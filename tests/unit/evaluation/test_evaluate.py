@@ -27,7 +27,8 @@ from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.evaluate import evaluate, export_targets
-from diffmegatron.evaluation.model import Computing, Model
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
+from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import ItemGenerator, Scoring
 from diffmegatron.evaluation.result_file import Ranks, RecordFile, SharedRecords, sealed_line
 from diffmegatron.evaluation.suite import Item, Mean, Suite
@@ -65,11 +66,11 @@ def measure(folder: Path, tmp_path: Path) -> Callable[..., dict]:
         *targets: str,
         out: str = "out",
         settings: tuple[str, ...] = (),
-        computing: Computing | None = None,
+        **computing: int,
     ) -> dict:
-        options = {"data": (str(folder / "text.jsonl"),)}
+        options = EvaluateSettings(data=(str(folder / "text.jsonl"),), **computing)
         where, paths = tmp_path / out, [folder / name for name in targets]
-        evaluate(paths, ["loss"], where, options, settings, computing)
+        evaluate(paths, ["loss"], where, options, settings)
         return json.loads((where / "results.json").read_text())["suites"]["loss"]
 
     return run
@@ -107,7 +108,7 @@ def test_a_dex_checkpoint_and_its_fold_score_as_the_trained_network(folder, tmp_
     train(recipe)
     checkpoint = CheckpointStore(Path(recipe.run_dir)).latest()
     export_checkpoint(checkpoint, tmp_path / "fold")
-    options = {"data": (str(folder / "text.jsonl"),)}
+    options = EvaluateSettings(data=(str(folder / "text.jsonl"),))
     suites, out = ["loss", "outliers"], tmp_path / "out"
     evaluate([checkpoint, tmp_path / "fold"], suites, out, options, [])
     found = json.loads((out / "results.json").read_text())["suites"]
@@ -200,7 +201,13 @@ def test_targets_have_distinct_names(tmp_path):
 def test_a_target_that_is_not_a_model_is_a_one_line_error(make, said, tmp_path, folder):
     make(tmp_path / "thing")
     with pytest.raises(UserError, match=said) as caught:
-        evaluate([tmp_path / "thing"], ["loss"], tmp_path / "out", {"data": (str(folder),)}, [])
+        evaluate(
+            [tmp_path / "thing"],
+            ["loss"],
+            tmp_path / "out",
+            EvaluateSettings(data=(str(folder),)),
+            [],
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -223,7 +230,9 @@ def test_weights_outside_the_folder_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"of its folder for each tensor, not '\.\./outside"):
         _ = Model(target).network
     with pytest.raises(UserError, match=r"of its folder for each tensor, not '\.\./outside"):
-        evaluate([tmp_path / "hf"], ["loss"], tmp_path / "out", {"data": (str(folder),)}, [])
+        evaluate(
+            [tmp_path / "hf"], ["loss"], tmp_path / "out", EvaluateSettings(data=(str(folder),)), []
+        )
 
 
 def test_the_fingerprint_covers_every_file_that_is_read(tmp_path):
@@ -245,7 +254,8 @@ def test_the_fingerprint_covers_every_file_that_is_read(tmp_path):
 
 def test_the_data_of_all_suites_are_read_before_the_first_runs(folder, tmp_path):
     """Check that a suite whose data are wrong ends the evaluation before an earlier suite runs."""
-    names, options = ["loss", "associative-recall"], {"data": (str(folder / "text.jsonl"),)}
+    names = ["loss", "associative-recall"]
+    options = EvaluateSettings(data=(str(folder / "text.jsonl"),))
     with pytest.raises(UserError, match="not pairs of different keys"):
         evaluate([folder / "plain"], names, tmp_path / "out", options, [])
     assert not (tmp_path / "out/loss").exists()
@@ -262,11 +272,11 @@ def test_the_data_of_all_suites_are_read_before_the_first_runs(folder, tmp_path)
     ],
 )
 def test_unknown_suites_and_invalid_settings_are_errors(names, settings, said, folder, tmp_path):
-    options = {"data": (str(folder / "text.jsonl"),)}
+    options = EvaluateSettings(data=(str(folder / "text.jsonl"),))
     with pytest.raises(UserError, match=re.escape(said)):
         evaluate([folder / "plain"], names, tmp_path / "out", options, settings)
     with pytest.raises(UserError, match="suite 'loss' needs --data"):
-        evaluate([folder / "plain"], ["loss"], tmp_path / "out", {}, [])
+        evaluate([folder / "plain"], ["loss"], tmp_path / "out", EvaluateSettings(), [])
 
 
 # Restarts
@@ -275,8 +285,7 @@ def test_unknown_suites_and_invalid_settings_are_errors(names, settings, said, f
 def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path, monkeypatch):
     # Each batch has one text. With larger batches, a restart would form other batches, which may
     # change the last bits of the losses.
-    single = Computing(batch_tokens=1)
-    whole = measure("diff", out="whole", computing=single)
+    whole = measure("diff", out="whole", batch_tokens=1)
     expected = (tmp_path / "whole/loss/diff.jsonl").read_bytes()
     order = [json.loads(line)["item"] for line in expected.splitlines()[1:]]
     asked = []
@@ -290,7 +299,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path
 
     monkeypatch.setattr(SharedRecords, "add", dies_at_third)
     with pytest.raises(KeyboardInterrupt):
-        measure("diff", computing=single)
+        measure("diff", batch_tokens=1)
     file = tmp_path / "out/loss/diff.jsonl"
     assert expected.startswith(file.read_bytes())
     # Cut the file within its last line, as if the process had been killed during a write.
@@ -299,7 +308,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_results(measure, tmp_path
     monkeypatch.setattr(
         SharedRecords, "add", lambda *given: (asked.append(given[1]), add(*given))[1]
     )
-    assert measure("diff", computing=single) == whole
+    assert measure("diff", batch_tokens=1) == whole
     assert file.read_bytes() == expected
     assert asked == [*order[:2], *order[1:]]
 
@@ -557,7 +566,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(folder, tm
     small = shutil.copytree(folder / "plain", tmp_path / "small")
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 250}))
-    options = {"data": (str(folder / "text.jsonl"),)}
+    options = EvaluateSettings(data=(str(folder / "text.jsonl"),))
     with pytest.raises(UserError, match=r"has ids up to \d+, and config.json has vocab_size 250"):
         evaluate([small], ["loss"], tmp_path / "out", options, [])
     assert not (tmp_path / "out/loss").exists()
@@ -599,7 +608,7 @@ def test_loss_distinguishes_a_broken_model(folder, measure):
     change_weights(folder / "plain", folder / "good", repeat)
     change_weights(folder / "good", folder / "broken", shuffle)
     (folder / "same.txt").write_text("".join(letter * 8 for letter in "abcdefgh" * 10))
-    options = {"data": (str(folder / "same.txt"),)}
+    options = EvaluateSettings(data=(str(folder / "same.txt"),))
     out = folder / "broken_out"
     evaluate([folder / "good", folder / "broken"], ["loss"], out, options, [])
     found = json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
@@ -610,7 +619,7 @@ def test_loss_distinguishes_a_broken_model(folder, measure):
 
 
 def test_the_report_is_complete_and_self_contained(folder, tmp_path):
-    options = {"data": (f"a&b={folder / 'text.jsonl'}", str(folder / "text.jsonl"))}
+    options = EvaluateSettings(data=(f"a&b={folder / 'text.jsonl'}", str(folder / "text.jsonl")))
     page = evaluate([folder / "diff", folder / "plain"], ["loss"], tmp_path / "out", options, [])
     text = page.read_text()
     assert "data:image/png;base64," in text
@@ -641,7 +650,7 @@ def test_measures_of_sources_follow_the_totals_in_the_order_of_the_sources(folde
     for given in (data, data[::-1]):
         out = tmp_path / given[0][0]
         settings = ["loss.documents=1"]
-        evaluate([folder / "plain"], ["loss"], out, {"data": given}, settings)
+        evaluate([folder / "plain"], ["loss"], out, EvaluateSettings(data=given), settings)
         found = json.loads((out / "results.json").read_text())["suites"]["loss"]["measures"]
         sources = [each[0] for each in given]
         per_source = [f"{m}, {s}" for s in sources for m in ("nats per token", "bits per byte")]
@@ -678,14 +687,16 @@ def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
     (tmp_path / "couplets.txt").write_text("a cat\na hat\na bat")
     where = tmp_path / "out"
     with pytest.raises(UserError, match="suite 'rhymes' needs --data-dir"):
-        evaluate([folder / "plain"], ["rhymes"], where, {}, [])
-    evaluate([folder / "plain"], ["rhymes"], where, {"data_dir": tmp_path}, [])
+        evaluate([folder / "plain"], ["rhymes"], where, EvaluateSettings(), [])
+    evaluate([folder / "plain"], ["rhymes"], where, EvaluateSettings(data_dir=tmp_path), [])
     found = json.loads((where / "results.json").read_text())["suites"]["rhymes"]
     # The items need a context of 256 tokens, and the model has only 64.
     assert found["not_run"][0].startswith("plain: 2 of 2 items need a context of up to 256 tokens")
     exec(code.replace("256", "64"), names)
     monkeypatch.setitem(SUITES, "rhymes", names["Rhymes"])
-    evaluate([folder / "plain"], ["rhymes"], tmp_path / "short", {"data_dir": tmp_path}, [])
+    evaluate(
+        [folder / "plain"], ["rhymes"], tmp_path / "short", EvaluateSettings(data_dir=tmp_path), []
+    )
     found = json.loads((tmp_path / "short/results.json").read_text())["suites"]["rhymes"]
     nats = [expected_nats(folder / "plain", text, 64)[5:] for text in ("a cata hat", "a hata bat")]
     assert found["measures"]["nats per token"]["targets"]["plain"]["value"] == pytest.approx(

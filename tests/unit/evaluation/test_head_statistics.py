@@ -12,6 +12,7 @@ import torch
 from diffmegatron.evaluation import captured_attention as attention
 from diffmegatron.evaluation.captured_attention import LayerAttention, watch_attention
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.head_statistics import (
     feature_alignment,
     head_importance,
@@ -225,7 +226,7 @@ def test_the_suite_gives_means_of_texts_and_layers(folder, tmp_path):
         [folder / name for name in names],
         ["attention-analysis"],
         tmp_path,
-        {"data": (str(folder / "text.jsonl"),)},
+        EvaluateSettings(data=(str(folder / "text.jsonl"),)),
         ["attention-analysis.length=40", "attention-analysis.documents=2"],
     )
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["attention-analysis"]

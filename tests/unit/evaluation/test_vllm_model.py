@@ -8,6 +8,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Generation, LabelTree, Scoring
 from diffmegatron.evaluation.targets import find_targets
@@ -16,6 +17,11 @@ from tests.pretrained import write_pretrained
 from tests.unit.evaluation import stand_in_vllm
 
 VLLM = Computing(engine="vllm")
+
+
+def served(**options: object) -> EvaluateSettings:
+    """Return settings of an evaluation with vLLM."""
+    return EvaluateSettings(engine="vllm", **options)
 
 
 @pytest.fixture
@@ -67,9 +73,10 @@ def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text(text)
     settings = ["math.benchmarks=[gsm8k]", "math.answer_tokens=20", "math.shots=1"]
     texts = []
-    for computing in (Computing(), VLLM):
-        out = tmp_path / computing.engine
-        evaluate([llama], ["math"], out, {"data_dir": tmp_path}, settings, computing)
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        chosen = EvaluateSettings(data_dir=tmp_path, engine=engine)
+        evaluate([llama], ["math"], out, chosen, settings)
         lines = (out / "math/llama.jsonl").read_text().splitlines()[1:]
         texts.append({each["item"]: each["text"] for each in map(json.loads, lines)})
     assert "vllm of vllm" in (out / "report.md").read_text()
@@ -77,30 +84,28 @@ def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
     assert all(texts[0].values())
     # A results file of the other engine must not be continued.
     with pytest.raises(UserError, match="has results for other engine"):
-        evaluate(
-            [llama], ["math"], tmp_path / "transformers", {"data_dir": tmp_path}, settings, VLLM
-        )
+        evaluate([llama], ["math"], tmp_path / "transformers", chosen, settings)
 
 
 @pytest.mark.parametrize("family", ["diffllama", "diff_v2", "grouped"])
 def test_differential_kinds_are_refused_by_name(family, llama, tmp_path):
     folder = write_pretrained(tmp_path / "diff", family)
     with pytest.raises(UserError, match=r"diff has model_type .\w+., which vLLM does not support"):
-        evaluate([llama, folder], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
+        evaluate([llama, folder], ["needle"], tmp_path, served(haystack=tmp_path), [])
 
 
 @pytest.mark.parametrize(
     ("suite", "computing", "said"),
     [
-        ("loss", VLLM, "suite 'loss' needs more than generated texts"),
-        ("needle", Computing(engine="vllm", device="cpu"), "leave out the launcher, --device"),
-        ("needle", Computing(engine="vllm", batch_tokens=8), "leave out the launcher, --device"),
+        ("loss", {}, "suite 'loss' needs more than generated texts"),
+        ("needle", {"device": "cpu"}, "leave out the launcher, --device"),
+        ("needle", {"batch_tokens": 8}, "leave out the launcher, --device"),
     ],
 )
 def test_unsupported_suites_and_options_are_refused(suite, computing, said, llama, tmp_path):
-    options = {"haystack": tmp_path, "data": (str(tmp_path),)}
+    options = served(haystack=tmp_path, data=(str(tmp_path),), **computing)
     with pytest.raises(UserError, match=said):
-        evaluate([llama], [suite], tmp_path, options, [], computing)
+        evaluate([llama], [suite], tmp_path, options, [])
 
 
 @pytest.mark.parametrize("request_", [Scoring([1], [[5]]), Generation([1], 2, labels=LabelTree())])
@@ -113,7 +118,7 @@ def test_requests_for_anything_but_texts_are_refused(request_, llama):
 def test_a_missing_vllm_is_an_error(llama, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match="--engine vllm needs vLLM, which cannot be imported"):
-        evaluate([llama], ["needle"], tmp_path, {"haystack": tmp_path}, [], VLLM)
+        evaluate([llama], ["needle"], tmp_path, served(haystack=tmp_path), [])
 
 
 def test_a_model_that_vllm_cannot_load_is_a_one_line_error(llama, monkeypatch):

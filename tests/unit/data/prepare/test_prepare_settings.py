@@ -6,13 +6,14 @@ from dataclasses import fields
 from typer.testing import CliRunner
 
 from diffmegatron import cli
+from diffmegatron.commands import data
 from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 
 
 def test_every_setting_is_an_option_with_the_same_default():
-    options = inspect.signature(cli.prepare).parameters
+    options = inspect.signature(data.prepare).parameters
     assert "settings" not in options
     for setting in fields(PrepareSettings):
         assert options[setting.name].default == setting.default

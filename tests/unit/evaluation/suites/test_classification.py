@@ -11,6 +11,7 @@ import torch
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suites.classification import (
     TASKS,
@@ -78,9 +79,15 @@ def test_missing_and_foreign_files_and_unknown_tasks_are_errors(content, said, f
         (tmp_path / "trec_train.txt").write_text(content)
     for suite in ("many-shot", "order"):
         with pytest.raises(UserError, match=said):
-            evaluate([folder / "plain"], [suite], tmp_path / "out", {"data_dir": tmp_path}, [])
+            evaluate(
+                [folder / "plain"],
+                [suite],
+                tmp_path / "out",
+                EvaluateSettings(data_dir=tmp_path),
+                [],
+            )
     with pytest.raises(UserError, match="task 'trek' is unknown"):
-        options = {"data_dir": folder}
+        options = EvaluateSettings(data_dir=folder)
         evaluate([folder / "plain"], ["order"], tmp_path / "out", options, ["order.tasks=[trek]"])
 
 
@@ -163,7 +170,13 @@ def test_examples_are_arranged_by_class_in_turn():
 
 
 def results(folder: Path, out: Path, suite: str, *settings: str, targets=("plain", "diff")) -> dict:
-    evaluate([folder / name for name in targets], [suite], out, {"data_dir": folder}, settings)
+    evaluate(
+        [folder / name for name in targets],
+        [suite],
+        out,
+        EvaluateSettings(data_dir=folder),
+        settings,
+    )
     return json.loads((out / "results.json").read_text())["suites"][suite]
 
 

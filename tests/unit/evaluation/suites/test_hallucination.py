@@ -18,6 +18,7 @@ import pytest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import judge_endpoint
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.judge import Verdict, open_judge, parse_verdict
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
@@ -134,7 +135,7 @@ def measure(folder: Path, tmp_path: Path) -> Callable[..., dict]:
     def run(*settings: str, tasks: str = "[xsum, qasper]", out: str = "out") -> dict:
         given = [*SETTINGS, f"hallucination.tasks={tasks}"]
         given += [f"hallucination.{each}" for each in settings]
-        options = {"data_dir": folder}
+        options = EvaluateSettings(data_dir=folder)
         evaluate([folder / "plain"], ["hallucination"], tmp_path / out, options, given)
         found = json.loads((tmp_path / out / "results.json").read_text())
         return found["suites"]["hallucination"]

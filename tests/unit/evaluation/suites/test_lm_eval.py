@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation import harness
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.suites.lm_eval import LmEval
 from tests.pretrained import write_pretrained
 
@@ -158,7 +159,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def measured(folder: Path, out: Path, *settings: str, data: Path | None = None) -> dict:
-    options = {"data_dir": data or folder / "data"}
+    options = EvaluateSettings(data_dir=data or folder / "data")
     given = [f"lm-eval.{each}" for each in (f"include_path={folder / 'configs'}", *settings)]
     evaluate([folder / "diff"], ["lm-eval"], out, options, given)
     return json.loads((out / "results.json").read_text())["suites"]["lm-eval"]

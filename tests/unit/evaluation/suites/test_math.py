@@ -10,6 +10,7 @@ import pytest
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.suites.math import BENCHMARKS, is_right
@@ -153,7 +154,13 @@ def test_missing_and_foreign_files_are_errors(file, content, said, folder, tmp_p
     own = [name for name in ("math", "tabmwp") if file.startswith(name)]
     settings = [f"math.benchmarks=[{','.join(own or ['gsm8k', 'svamp'])}]"]
     with pytest.raises(UserError, match=said):
-        evaluate([folder / "plain"], ["math"], tmp_path / "out", {"data_dir": tmp_path}, settings)
+        evaluate(
+            [folder / "plain"],
+            ["math"],
+            tmp_path / "out",
+            EvaluateSettings(data_dir=tmp_path),
+            settings,
+        )
 
 
 def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, numbers):
@@ -175,7 +182,7 @@ def test_answers_are_counted_and_prompts_shown(folder, tmp_path, monkeypatch, nu
 
     monkeypatch.setattr(Model, "answers", answering(answer))
     settings = ["math.shots=1", "math.answer_tokens=60", "math.benchmarks=[gsm8k,svamp]"]
-    evaluate([folder / "plain"], ["math"], tmp_path, {"data_dir": folder}, settings)
+    evaluate([folder / "plain"], ["math"], tmp_path, EvaluateSettings(data_dir=folder), settings)
     found = json.loads((tmp_path / "results.json").read_text())["suites"]["math"]["measures"]
     assert {name: each["targets"]["plain"]["value"] for name, each in found.items()} == {
         "gsm8k": 0.5,
@@ -206,7 +213,7 @@ def test_generation_ends_after_a_stop_string(folder):
 def test_a_missing_math_verify_is_an_error_with_the_install_command(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'diffmegatron\[evaluation\]'"):
-        evaluate([folder / "plain"], ["math"], tmp_path, {"data_dir": folder}, [])
+        evaluate([folder / "plain"], ["math"], tmp_path, EvaluateSettings(data_dir=folder), [])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from tests.pretrained import write_pretrained
 
 DOCUMENTS = ["One day a cat sat on a mat. " * 3, "A second text.", "And the last of them, longer."]
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(folder: Path, out: Path, *settings: str) -> dict:
-    options = {"data": (str(folder / "text.jsonl"),)}
+    options = EvaluateSettings(data=(str(folder / "text.jsonl"),))
     given = [f"perplexity.{each}" for each in settings]
     evaluate([folder / "hf"], ["perplexity"], out, options, given)
     return json.loads((out / "results.json").read_text())["suites"]["perplexity"]

@@ -18,6 +18,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.suites.recall import count_bigrams
 from diffmegatron.evaluation.suites.scaling import fit_power_law
@@ -53,7 +54,7 @@ def results(out: Path, suite: str) -> dict:
 
 
 def run(targets: list[Path], suite: str, out: Path, *settings: str, **options: object) -> dict:
-    evaluate(targets, [suite], out, options, settings)
+    evaluate(targets, [suite], out, EvaluateSettings(**options), settings)
     return results(out, suite)
 
 
