@@ -1,4 +1,4 @@
-"""Use EleutherAI's lm-eval as a library: load its tasks, and compute their requests and metrics.
+"""Use EleutherAI's lm-eval as a library: load its tasks, and compute their metrics.
 
 Importing this module imports lm-eval (the extra ``evaluation``).
 """
@@ -13,36 +13,23 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean, stderr_for_metric
-from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS, DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
     normalize_gen_kwargs,
-    postprocess_generated_text,
-    resolve_max_length,
 )
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from typing_extensions import override
 
 from diffmegatron.errors import NotFiniteError, UserError
-from diffmegatron.evaluation.requests import Generation, Request, Scoring
-from diffmegatron.evaluation.targets import Target
 from diffmegatron.files import format_path, shorten
-from diffmegatron.hf.chat_template import load_exported
 from diffmegatron.parallel.launcher import read_launch
 
 # Bootstrap resamples for metrics whose standard error has no formula. lm-eval draws 100,000, which
@@ -125,7 +112,7 @@ class Tasks:
         number. If ``samples`` is None, all questions are returned. ``chat_template`` renders
         messages as a prompt; without it, prompts are plain text.
         """
-        found: list[Question] = []
+        questions: list[Question] = []
         for name, task in self.tasks.items():
             own = self._own_shots[name]
             if own == 0 and shots:
@@ -148,16 +135,16 @@ class Tasks:
                     f"lm-eval cannot build the prompts of task {name!r} with "
                     f"{task.get_config('num_fewshot')} examples: {_described(error)}"
                 ) from None
-            questions: dict[int, Question] = {}
+            by_number: dict[int, Question] = {}
             for instance in task.instances:
-                question = questions.setdefault(
+                question = by_number.setdefault(
                     instance.doc_id,
                     Question(name, task.get_config("num_fewshot"), instance.doc_id, [], []),
                 )
                 question.arguments.append(instance.args)
                 question.instances.append(instance)
-            found += questions.values()
-        return found
+            questions += by_number.values()
+        return questions
 
     def metrics(self, question: Question, answers: Sequence[Any]) -> dict[str, Any]:
         """Return the values of a question's metrics by metric and filter, such as ``acc,none``.
@@ -171,12 +158,12 @@ class Tasks:
         for ensemble in task._filters:
             ensemble.apply(question.instances)
         doc = question.instances[0].doc
-        found = {}
+        values = {}
         for name in question.instances[0].filtered_resps:
-            filtered = [each.filtered_resps[name] for each in question.instances]
+            filtered = [instance.filtered_resps[name] for instance in question.instances]
             for metric, value in task.process_results(doc, filtered).items():
-                found[f"{metric},{name}"] = _plain(value, metric)
-        return found
+                values[f"{metric},{name}"] = _plain(value, metric)
+        return values
 
     def is_mean(self, task: str, key: str) -> bool:
         """Return whether a task's metric, such as ``acc,none``, is a mean over its questions."""
@@ -206,212 +193,31 @@ class Tasks:
         ``acc,none``) and its standard error (``acc_stderr,none``). A number that lm-eval does not
         define is None.
         """
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, metrics in values.items():
-            found[name] = {"sample_len": len(metrics)}
+            results[name] = {"sample_len": len(metrics)}
             for key in dict.fromkeys(chain.from_iterable(metrics)):
                 known = [each[key] for each in metrics if key in each]
                 metric, filter_name = key.split(",", 1)
                 aggregation = self._aggregation(name, key)
-                found[name][key] = float(aggregation(known))
+                results[name][key] = float(aggregation(known))
                 iterations = 100 if metric in _SLOW_METRICS else _BOOTSTRAP_ITERATIONS
-                found[name][f"{metric}_stderr,{filter_name}"] = _stderr(
+                results[name][f"{metric}_stderr,{filter_name}"] = _stderr(
                     aggregation, known, iterations
                 )
         for name, group in self.groups.items():
             if group.has_aggregation:
                 with _quiet():
-                    of_group = group.aggregate(found)
+                    of_group = group.aggregate(results)
                 numbers = {key: each for key, each in of_group.items() if "," in key}
-                found[name] = {"sample_len": of_group["sample_len"]} | {
+                results[name] = {"sample_len": of_group["sample_len"]} | {
                     key: None if isinstance(each, str) else float(each)
                     for key, each in numbers.items()
                 }
-        return found
+        return results
 
     def _aggregation(self, task: str, key: str) -> Callable[[Sequence[Any]], float]:
         return self.tasks[task].aggregation().get(key.split(",", 1)[0], mean)
-
-
-class Encoder(TemplateLM):
-    """Encoder of lm-eval's requests into token ids, and decoder of a network's answers.
-
-    The methods that split a prompt and a continuation into tokens are inherited from lm-eval.
-    """
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        try:
-            self.tokenizer: Any = load_exported(target.folder)
-        except Exception as error:  # transformers raises errors of any type here.
-            raise UserError(
-                f"{format_path(target.folder)} has no tokenizer that transformers can load: "
-                f"{shorten(str(error))}"
-            ) from None
-        self.context = resolve_max_length(target.config, self.tokenizer)
-
-    @property
-    def eot_token_id(self) -> int:
-        """Id of the token that ends a text."""
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        """Id of the token put before a scored text that has no prompt.
-
-        It is the start token, or the end token if the tokenizer has no start token.
-        """
-        start = self.tokenizer.bos_token_id
-        return self.eot_token_id if start is None else int(start)
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: object
-    ) -> list[int]:
-        """Return the token ids of a text."""
-        if add_special_tokens is None:
-            # Add special tokens, unless a chat template has already written the start token.
-            start = self.tokenizer.decode(self.prefix_token_id)
-            add_special_tokens = not has_bos_prefix(string, start)
-        return self.tokenizer.encode(string, verbose=False, add_special_tokens=add_special_tokens)
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """Render messages as a prompt with the tokenizer's chat template."""
-        render = partial(
-            self.tokenizer.apply_chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        try:
-            return render(chat_history)
-        except TemplateError:
-            # Some templates do not accept a system message. Leave it out, as lm-eval does.
-            return render([each for each in chat_history if each["role"] != "system"])
-
-    def length(self, question: Question) -> int:
-        """Return the number of tokens of the longest answer, or 0 if it fits the target's context.
-
-        An answer is a choice (continuation to score), or a generated text plus one prompt token.
-        Other prompt tokens do not count, because a long prompt is cut at its beginning.
-        """
-        kind, needed = question.instances[0].request_type, 0
-        if kind == "generate_until":
-            needed = max(_decoding(each)["max_gen_toks"] + 1 for each in question.instances)
-        elif kind == "loglikelihood":
-            for prompt, choice in question.arguments:
-                # Encode only choices with more than `self.context` bytes. Others fit, because a
-                # token has at least one byte. lm-eval moves spaces at the prompt's end to the
-                # choice, so count them too.
-                if len(prompt.encode()) - len(prompt.rstrip().encode()) + len(choice.encode()) > (
-                    self.context
-                ):
-                    needed = max(needed, len(self._pairs([(prompt, choice)])[0][1]))
-        return needed if needed > self.context else 0
-
-    def requests(self, question: Question) -> tuple[list[Request], dict[str, bool]]:
-        """Return the requests of a question, and two notes on its prompts for the record.
-
-        ``cut``: a prompt was cut at its beginning. ``joined``: one token spans a prompt and its
-        whole choice. lm-eval stops there; the choice is then encoded by itself. Consecutive
-        continuations of the same context are one request.
-        """
-        kind, joined = question.instances[0].request_type, False
-        if kind == "generate_until":
-            return self._generations(question)
-        if kind == "loglikelihood":
-            if ("", "") in question.arguments:
-                raise _empty_choice(question)
-            pairs = self._pairs(question.arguments)
-            for place, (before, after) in enumerate(pairs):
-                if not after:
-                    pairs[place] = before, self._encode_choice(question, place)
-                    joined = True
-        else:
-            pairs = [pair for (text,) in question.arguments for pair in self._windows(text)]
-        # The network does not process the last token of a continuation. A context and its
-        # continuation may therefore have `self.context` + 1 tokens together.
-        fitting, cut = [], False
-        for before, after in pairs:
-            most = self.context + 1 - len(after)
-            fitting.append((before[-most:] or [self.prefix_token_id], after))
-            cut = cut or len(before) > most
-        groups = groupby(fitting, key=itemgetter(0))
-        requests: list[Request] = [
-            Scoring(context, [after for _, after in group]) for context, group in groups
-        ]
-        return requests, {"cut": cut, "joined": joined}
-
-    def answers(self, question: Question, found: Sequence[Any]) -> list[Any]:
-        """Return a network's answers to :meth:`requests` in the form that lm-eval's models use."""
-        kind = question.instances[0].request_type
-        if kind == "generate_until":
-            return [
-                self._text(instance, tokens)
-                for instance, tokens in zip(question.instances, found, strict=True)
-            ]
-        # Log-likelihood in nats, and whether greedy decoding produces the continuation.
-        likelihoods = [
-            (-float(each.losses.double().sum()), bool(each.is_most_likely.all()))
-            for each in chain.from_iterable(found)
-        ]
-        if kind == "loglikelihood":
-            return likelihoods
-        left = iter(likelihoods)
-        return [sum(next(left)[0] for _ in self._windows(text)) for (text,) in question.arguments]
-
-    def _pairs(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each context and continuation, as lm-eval splits them."""
-        instances = [Instance("loglikelihood", {}, each, 0) for each in arguments]
-        return list(self.loglikelihood(instances, disable_tqdm=True))
-
-    # lm-eval's ``loglikelihood`` calls this method to score the ids. Here it returns them.
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: object
-    ) -> Any:
-        return [(before, after) for _, before, after in requests]
-
-    def _encode_choice(self, question: Question, place: int) -> list[int]:
-        """Return the ids of a choice by itself, with the spaces that end its prompt."""
-        prompt, choice = question.arguments[place]
-        spaces = prompt[len(prompt.rstrip()) :]
-        if ids := self.tok_encode(spaces + choice, add_special_tokens=False):
-            return ids
-        raise _empty_choice(question)
-
-    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        windows = get_rolling_token_windows(
-            self.tok_encode(text), self.prefix_token_id, self.context, 1
-        )
-        return map(make_disjoint_window, windows)
-
-    def _generations(self, question: Question) -> tuple[list[Request], dict[str, bool]]:
-        requests: list[Request] = []
-        cut = False
-        for instance in question.instances:
-            limit = _decoding(instance)["max_gen_toks"]
-            ids = self.tok_encode(instance.args[0])
-            most = self.context - limit
-            cut = cut or len(ids) > most
-            fitting = ids[-most:] or [self.prefix_token_id]
-            requests.append(Generation(fitting, limit, self._stops(instance)))
-        return requests, {"cut": cut, "joined": False}
-
-    def _stops(self, instance: Instance) -> tuple[str, ...]:
-        eos = self.tokenizer.decode(self.eot_token_id)
-        return tuple(filter(None, handle_stop_sequences(_decoding(instance)["until"], eos)))
-
-    def _text(self, instance: Instance, tokens: Sequence[int]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return postprocess_generated_text(text, list(self._stops(instance)), None)
-
-    # lm-eval's class declares these methods as abstract, and only its own evaluator calls them.
-    @override
-    def generate_until(self, *_: object, **__: object) -> Any:
-        raise NotImplementedError("an encoder only encodes; call answers")
-
-    loglikelihood_rolling = generate_until
 
 
 def _index(names: Sequence[str], include_path: Path | None) -> TaskManager:
@@ -456,17 +262,6 @@ def _check_supported(name: str, task: Task) -> None:
             wrong = "samples tokens, and only greedy decoding is supported"
     if wrong is not None:
         raise UserError(f"task {name!r} of lm-eval {wrong}; leave it out")
-
-
-def _empty_choice(question: Question) -> UserError:
-    return UserError(
-        f"question {question.number} of task {question.task!r} has an empty choice, which has no "
-        "likelihood; correct the task's data, or leave out the task"
-    )
-
-
-def _decoding(instance: Instance) -> Any:
-    return normalize_gen_kwargs(instance.args[1], DEFAULT_MAX_GEN_TOKS)
 
 
 def _stderr(

@@ -35,9 +35,11 @@ def parse_verdict(answer: str) -> Verdict:
     The verdict is clear if exactly one line is ``Conclusion: True`` or ``Conclusion: False``. The
     spans are the strings of the Python list in the last line ``Problematic spans: [...]``.
     """
-    found = [each.lower() == "true" for each in _CONCLUSION.findall(answer)]
+    conclusions = [word.lower() == "true" for word in _CONCLUSION.findall(answer)]
     spans = _SPANS.findall(answer)
-    return Verdict(found[0] if len(found) == 1 else None, _strings(spans[-1]) if spans else [])
+    return Verdict(
+        conclusions[0] if len(conclusions) == 1 else None, _strings(spans[-1]) if spans else []
+    )
 
 
 def _strings(text: str) -> list[str]:

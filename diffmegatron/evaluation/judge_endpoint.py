@@ -92,10 +92,10 @@ class JudgeEndpoint:
             is_temporary = status == _TOO_MANY_REQUESTS or status >= _SERVER_ERRORS
             return None, f"answers with HTTP status {status}", is_temporary
         try:
-            found: _Completion = parse_json(content, _Completion, "its answer")
+            completion: _Completion = parse_json(content, _Completion, "its answer")
         except UserError:
             return None, "answers with something that is not a chat completion", False
-        return found.choices[0].message.content or "", "", False
+        return completion.choices[0].message.content or "", "", False
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
         """Return the status and the first 4 MiB of the response.

@@ -127,11 +127,11 @@ class Target:
         if self.checkpoint is not None:
             return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
         read_weight_index(self.folder)  # refuses weights outside the folder, which have no hash
-        found = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
+        digest = hashlib.sha256(read_bytes(self.folder / CONFIG_NAME))
         patterns = ("*.safetensors", SAFE_WEIGHTS_INDEX_NAME, *TOKENIZER_FILES)
         for file in sorted({file for each in patterns for file in self.folder.glob(each)}):
-            found.update(f"{file.name}:{hash_file(file)}".encode())
-        return found.hexdigest()
+            digest.update(f"{file.name}:{hash_file(file)}".encode())
+        return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; special tokens such as ``</s>`` count as plain text."""

@@ -33,7 +33,7 @@ ENTERED = {
     "parallel/random.py:restore_random_states": TRAINER + ", resumed",
     "training/builtin_hooks.py:ProfileHook._begin_if_due": TRAINER,
     "training/builtin_hooks.py:ProfileHook._end": TRAINER,
-    "attention/kernels/pytorch/blocked.py:row_blocks": "test_kinds.py",
+    "attention/kernels/pytorch/blocked.py:_row_blocks": "test_kinds.py",
     "attention/kernels/wrappers/flex.py:attend": "test_kinds.py",
     "parallel/cpu.py:without_cuda": STEP,
     "parallel/default_group.py:default_group": STEP,

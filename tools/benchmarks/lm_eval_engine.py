@@ -29,7 +29,7 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import NotFiniteError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
-from diffmegatron.evaluation.harness import Encoder
+from diffmegatron.evaluation.lm_eval_encoder import Encoder
 from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Answer, Request, Scoring
 from diffmegatron.evaluation.targets import Target, find_targets

@@ -32,7 +32,8 @@ from diffmegatron.files import format_path
 from diffmegatron.section import Count
 
 if TYPE_CHECKING:
-    from diffmegatron.evaluation.harness import Encoder, Question, Tasks
+    from diffmegatron.evaluation.harness import Question, Tasks
+    from diffmegatron.evaluation.lm_eval_encoder import Encoder
 
 _TABLE = "3B, 1T tokens, accuracy of a kind that the paper does not name"
 # Task -> (metric, accuracy of the 3B differential model of Ye et al.). The paper does not name the
@@ -118,8 +119,7 @@ class LmEval(Suite):
         question: Question = item.content
         encoder = _encoder(target)
         requests, notes = encoder.requests(question)
-        found = yield requests
-        answers = encoder.answers(question, found)
+        answers = encoder.answers(question, (yield requests))
         return {
             "task": question.task,
             "shots": question.shots,
@@ -142,19 +142,19 @@ class LmEval(Suite):
 
         The average is over the seven tasks of ``_PAPER``, and missing if one is not evaluated.
         """
-        found: dict[str, float | Estimate] = {}
+        totals: dict[str, float | Estimate] = {}
         for row in self._results(records):
             name, key, value = row["task"], f"{row['metric']},{row['filter']}", row["value"]
             if name in self._library.groups or not self._library.is_mean(name, key):
                 error = None if row["stderr"] is None else _ERRORS_OF_95 * row["stderr"]
                 low, high = (None, None) if error is None else (value - error, value + error)
-                found[_measure(name, row["shots"], key)] = Estimate(value, low, high, None)
+                totals[_measure(name, row["shots"], key)] = Estimate(value, low, high, None)
         for shots in dict.fromkeys(record["shots"] for record in records):
             each = [_accuracy(records, name, shots, metric) for name, (metric, _) in _PAPER.items()]
             values = [value for value in each if value is not None]
             if len(values) == len(_PAPER):
-                found[f"average, {shots} shots"] = float(np.mean(values))
-        return found
+                totals[f"average, {shots} shots"] = float(np.mean(values))
+        return totals
 
     @override
     def details(self, records: Mapping[str, Records]) -> dict[str, Any]:
@@ -163,21 +163,21 @@ class LmEval(Suite):
 
     @override
     def remarks(self, records: Mapping[str, Records]) -> list[str]:
-        found = []
+        sentences = []
         for target, of_target in records.items():
             if cut := sum(bool(record["cut"]) for record in of_target):
-                found.append(
+                sentences.append(
                     f"{target}: {cut} of {len(of_target)} items were longer than its context and "
                     "lost the beginning of the prompt, as in lm-eval"
                 )
             # Records of earlier versions lack the key, because such an item ended the evaluation.
             if joined := sum(bool(record.get("joined")) for record in of_target):
-                found.append(
+                sentences.append(
                     f"{target}: {joined} of {len(of_target)} items have a choice that is one token "
                     "with the end of the prompt, so the choice was encoded by itself; lm-eval's "
                     "own command stops there"
                 )
-        return found
+        return sentences
 
     @override
     def better(self, measure: str) -> Direction | None:
@@ -190,16 +190,16 @@ class LmEval(Suite):
     @override
     def draw(self, figure: Figure, records: Mapping[str, Records]) -> bool:
         """Draw a panel per number of shots, with the first metric of each group or task."""
-        found = {target: self._bars(each) for target, each in records.items()}
+        bars_of = {target: self._bars(each) for target, each in records.items()}
         panels: dict[str, list[str]] = {}
-        for shots, name in dict.fromkeys(key for bars in found.values() for key in bars):
+        for shots, name in dict.fromkeys(key for bars in bars_of.values() for key in bars):
             panels.setdefault(shots, []).append(name)
         if not panels:
             return False
         figure.set_size_inches(max(7.5, 0.9 * max(map(len, panels.values()))), 3.4 * len(panels))
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (shots, names) in zip(grid, panels.items(), strict=True):
-            bars = {target: [own.get((shots, n)) for n in names] for target, own in found.items()}
+            bars = {target: [own.get((shots, n)) for n in names] for target, own in bars_of.items()}
             plot_bars(axes, [n.replace("_", "\n") for n in names], bars, "first metric of the task")
             axes.set(title=shots)
         return True
@@ -216,12 +216,12 @@ class LmEval(Suite):
             for measure, each in self.totals(records).items()
             if isinstance(each, Estimate) and measure.partition(", ")[0] in self._library.groups
         }
-        found: dict[tuple[str, str], Estimate] = {}
+        bars: dict[tuple[str, str], Estimate] = {}
         for measure, each in (totals | estimate_measures(self, records)).items():
             name, shots, _ = measure.split(", ", 2)
             if name not in in_groups:
-                found.setdefault((shots, name), each)
-        return found
+                bars.setdefault((shots, name), each)
+        return bars
 
     def _results(self, records: Records) -> Iterator[dict[str, Any]]:
         """Yield the value and the standard error of each metric of each task and group.
@@ -303,5 +303,7 @@ def _harness() -> ModuleType:
 
 @lru_cache(maxsize=1)
 def _encoder(target: Target) -> "Encoder":
-    encoder: Encoder = _harness().Encoder(target)
-    return encoder
+    # `check` has refused a missing lm-eval before.
+    from diffmegatron.evaluation.lm_eval_encoder import Encoder
+
+    return Encoder(target)
