@@ -31,6 +31,7 @@ OPTIONAL = {
     "nvidia-cudnn-frontend": "cuDNN's attention with values wider than queries; "
     "pip install -e '.[cudnn]'",
     "lm-eval": "suite lm-eval; pip install -e '.[evaluation]'",
+    "httpx2": "suite hallucination by a URL; pip install -e '.[evaluation]'",
     "math-verify": "suite math; pip install -e '.[evaluation]'",
     "vllm": "evaluate --engine vllm; pip install vllm",
     "wandb": "training.wandb; pip install -e '.[wandb]'",

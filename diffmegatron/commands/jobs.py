@@ -233,7 +233,7 @@ def preflight(
 
 
 configs = typer.Typer(
-    help="List and copy recipes and launch scripts, and describe the keys of a recipe.",
+    help="List and copy recipes and launch scripts; describe keys.",
     no_args_is_help=True,
 )
 

@@ -14,10 +14,10 @@ from diffmegatron.training.builtin_hooks import PROFILE
 from diffmegatron.training.guard_hook import EVENTS
 from diffmegatron.training.monitoring.metrics import METRICS, TENSORBOARD
 from diffmegatron.training.monitoring.wandb_writer import RUN_ID
-from diffmegatron.training.safeguards import LOCK, STACKS
+from diffmegatron.training.safeguards import LOCK, STACKS, STOPPED_AT
 
 WRITTEN = {ATTEMPTS, CHECKPOINTS, EVENTS, JOB_FILE, JOB_NUMBER, JOB_RECIPE, LOCK, METRICS}
-WRITTEN |= {PROFILE, RECIPE, RUN_ID, SCRIPT, STACKS, TENSORBOARD}
+WRITTEN |= {PROFILE, RECIPE, RUN_ID, SCRIPT, STACKS, STOPPED_AT, TENSORBOARD}
 
 
 def test_file_names_of_a_run_are_reserved():
