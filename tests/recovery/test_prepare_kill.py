@@ -1,6 +1,7 @@
 """Tests that ``prepare``, killed at any moment and run again, writes the same bytes."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -20,8 +21,10 @@ from diffmegatron.data.prepare import worker_pool as pool
 from diffmegatron.data.prepare.parts import Part, merge
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.errors import UserError
-from tests.forks import CONTEXT
 from tests.paths import ROOT
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["diffmegatron.data.prepare.prepare", __name__])
 
 KILLS = 30
 
