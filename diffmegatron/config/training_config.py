@@ -87,6 +87,13 @@ class TrainingConfig(Section):
         default=None,
         description="positions whose logits are in memory at once, in every sequence; null: all",
     )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="coefficient of the squared log-sum-exp of the logits, a second term of the "
+        "loss (PaLM: 1e-4); 0: none",
+    )
     offload_activations: bool = Field(
         default=False, description="keep saved activations in host memory until the backward pass"
     )

@@ -25,8 +25,10 @@ def cross_entropy(
     labels: Tensor,
     group: distributed.ProcessGroup | None = None,
     unpadded_size: int | None = None,
-) -> Tensor:
-    """Return the float32 loss -log softmax(logits)[label] of each row (float64 for float64 logits).
+) -> tuple[Tensor, Tensor]:
+    """Return the loss -log softmax(logits)[label] and log(sum(exp(logits))) of each row, [rows].
+
+    Both are float32 (float64 for float64 logits) and differentiable.
 
     Args:
         logits: [rows, v], floating point, where v is the size of this rank's vocabulary shard. The
@@ -34,14 +36,14 @@ def cross_entropy(
             overwrites contiguous logits with their gradient.
         labels: [rows] int64, ids in the whole vocabulary, never ids of padding.
         group: tensor-parallel ranks that shard the vocabulary; None if it is not sharded. The
-            softmax is over the whole vocabulary, and all ranks get the same losses.
+            softmax is over the whole vocabulary, and all ranks get the same values.
         unpadded_size: number of ids in this rank's shard without the padding at its end; None for
             no padding. The softmax excludes logits of padding, and their gradient is 0.
     """
-    losses: Tensor = _CrossEntropy.apply(
+    values: tuple[Tensor, Tensor] = _CrossEntropy.apply(
         logits, labels, group, logits.shape[1] if unpadded_size is None else unpadded_size
     )
-    return losses
+    return values
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -52,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         group: distributed.ProcessGroup | None,
         unpadded_size: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         logits = logits.contiguous()
         rank = 0 if group is None else distributed.get_rank(group)
         own_labels = labels.contiguous() - rank * logits.shape[1]
@@ -62,18 +64,18 @@ class _CrossEntropy(torch.autograd.Function):
         log_total = total.log() + largest
         ctx.save_for_backward(logits, own_labels, log_total)
         ctx.unpadded_size = unpadded_size
-        return log_total - of_label
+        return log_total - of_label, log_total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_log_total: Tensor) -> tuple[Tensor, None, None, None]:
         logits, own_labels, log_total = ctx.saved_tensors
         rows, shard_size = logits.shape
         grid = (rows, triton.cdiv(shard_size, BLOCK))
         with on_device(logits):
             gradient_kernel[grid](
-                logits, own_labels, log_total, grad.contiguous(), shard_size, ctx.unpadded_size,
-                BLOCK=BLOCK, num_warps=WARPS,
+                logits, own_labels, log_total, grad.contiguous(), grad_log_total.contiguous(),
+                shard_size, ctx.unpadded_size, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         # The new version number makes autograd raise an error if another backward pass reads the
         # saved logits, which now contain the gradient.
@@ -151,13 +153,23 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr, labels_ptr, log_total_ptr, grad_ptr, shard_size, unpadded_size, BLOCK: tl.constexpr
+    logits_ptr,
+    labels_ptr,
+    log_total_ptr,
+    grad_ptr,
+    grad_log_total_ptr,
+    shard_size,
+    unpadded_size,
+    BLOCK: tl.constexpr,
 ):
-    """Overwrite one block of one row's logits with grad * (softmax(logits) - onehot(label)).
+    """Overwrite one block of one row's logits with their gradient.
+
+    The gradient is grad * (softmax(logits) - onehot(label)) + grad_log_total * softmax(logits).
 
     Grid: (rows, blocks of BLOCK logits). `logits_ptr` points to `[rows, shard_size]`. The other
     pointers point to `[rows]`: labels minus the first id of this shard, log(sum(exp(logits))) over
-    the whole vocabulary, and `grad`, the gradient of each loss. The gradient of padding is 0.
+    the whole vocabulary, and the gradients of each loss and of each log(sum(exp(logits))). The
+    gradient of padding is 0.
     """
     ACCUMULATE: tl.constexpr = log_total_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -166,4 +178,6 @@ def gradient_kernel(
     logits = tl.load(pointers, mask=index < unpadded_size, other=-float("inf")).to(ACCUMULATE)
     softmax = tl.exp(logits - tl.load(log_total_ptr + row))
     at_label = (index == tl.load(labels_ptr + row)).to(ACCUMULATE)
-    tl.store(pointers, tl.load(grad_ptr + row) * (softmax - at_label), mask=index < shard_size)
+    gradient = tl.load(grad_ptr + row) * (softmax - at_label)
+    gradient += tl.load(grad_log_total_ptr + row) * softmax
+    tl.store(pointers, gradient, mask=index < shard_size)

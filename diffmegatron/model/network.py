@@ -43,6 +43,7 @@ class VirtualStage(LanguageModule):
         vocab_padding: number of padding rows at the end, which are not tokens.
         loss_chunk: number of positions, in each of the b sequences, whose logits are in memory at
             the same time; None for all.
+        z_loss: coefficient of the z-loss in training mode; 0 for none.
         pre_process, post_process: whether this is the network's first or last virtual stage.
         vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
@@ -58,6 +59,7 @@ class VirtualStage(LanguageModule):
         rope_theta: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         loss_chunk: int | None = None,
+        z_loss: float = 0.0,
         tied_embeddings: bool = False,
         pre_process: bool = True,
         post_process: bool = True,
@@ -67,7 +69,7 @@ class VirtualStage(LanguageModule):
         self.model_type, self.vp_stage = ModelType.encoder_or_decoder, vp_stage
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = tied_embeddings
-        self.loss_chunk = loss_chunk
+        self.loss_chunk, self.z_loss = loss_chunk, z_loss
         shard_size = vocab_size // self.tp_group.size()
         tokens = vocab_size - vocab_padding - self.tp_group.rank() * shard_size
         # Number of ids in this rank's vocabulary shard that are not padding.
@@ -131,8 +133,9 @@ class VirtualStage(LanguageModule):
             packed_seq_params: boundaries of packed documents; None if attention crosses documents.
 
         Returns:
-            In the network's last virtual stage, the loss of each token, float32 [b, s]. In the
-            other virtual stages, hidden states [s, b, hidden size]. If ``labels`` is None, the last
+            In the network's last virtual stage, the loss of each token, float32 [b, s]. With a
+            z-loss and in training mode, [2, b, s]: the cross-entropy and the z-loss. In the other
+            virtual stages, hidden states [s, b, hidden size]. If ``labels`` is None, the last
             virtual stage returns the logits [b, s, v] of this rank's vocabulary shard.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else self._received
@@ -144,8 +147,11 @@ class VirtualStage(LanguageModule):
             return hidden
         if labels is None:
             return self._logits(hidden).transpose(0, 1).contiguous()
+        z_loss = self.z_loss if self.training else 0.0
         if self.loss_chunk is None:
-            return cross_entropy(labels, self._logits(hidden), self.tp_group, self.unpadded_size)
+            return cross_entropy(
+                labels, self._logits(hidden), self.tp_group, self.unpadded_size, z_loss
+            )
         losses: Tensor = self.output_layer(
             hidden,
             self._output_weight(),
@@ -156,6 +162,7 @@ class VirtualStage(LanguageModule):
                 group=self.tp_group,
                 sequence_parallel=self.config.sequence_parallel,
                 unpadded_size=self.unpadded_size,
+                z_loss=z_loss,
             ),
         )
         return losses

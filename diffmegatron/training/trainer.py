@@ -203,6 +203,8 @@ def train_step(run: Run) -> None:
             "train/loss": run.agreed.loss,
             "train/grad_norm": run.agreed.gradient_norm,
         }
+        if training.z_loss:
+            run.values["train/z_loss"] = run.agreed.z_loss
     run.values |= {
         "train/lr": rate,
         **{f"train/lr/{key}": rate * f for key, f in optimizer.lr_multipliers.items()},

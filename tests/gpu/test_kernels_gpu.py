@@ -231,14 +231,20 @@ def test_triton_subtraction_equals_pytorch(ratio, width, dtype):
 def test_cross_entropy_kernel_equals_torch(words, dtype):
     from diffmegatron.model.cross_entropy_kernel import cross_entropy
 
+    def with_z_loss(losses, log_total):
+        return losses + 0.1 * log_total.square()
+
     logits = (4 * torch.randn(512, words, device="cuda")).to(dtype).requires_grad_()
     labels = torch.randint(0, words, (512,), device="cuda")
     (out, (grad,)), (right, (wanted,)) = (
         value_and_grads(function, [logits])
         for function in (
             # Copy, because the gradient overwrites the logits.
-            lambda x: cross_entropy(x.clone(), labels),
-            lambda x: torch.nn.functional.cross_entropy(x.float(), labels, reduction="none"),
+            lambda x: with_z_loss(*cross_entropy(x.clone(), labels)),
+            lambda x: with_z_loss(
+                torch.nn.functional.cross_entropy(x.float(), labels, reduction="none"),
+                x.float().logsumexp(1),
+            ),
         )
     )
     assert_close(out, right, 1e-5, "losses")

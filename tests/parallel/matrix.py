@@ -49,6 +49,7 @@ COMMON = (
     "training.global_batch_size=4", "training.micro_batch_size=4",
 )  # fmt: skip
 SMALL = ("training.micro_batch_size=1",)
+Z_LOSS = ("training.z_loss=0.01",)
 V2 = ("model.attention.kind=diff_v2",)
 YARN = (
     "model.rope_scaling={kind: yarn, factor: 8, original_length: 96, beta_fast: 8, "
@@ -89,8 +90,8 @@ PART = (
 MODELS: dict[str, tuple[str, ...]] = {
     "gqa": TWO,
     "mha": ("model.attention.num_kv_heads=4",),
-    "softmax": ("model.baseline=true",),
-    "tied": ("model.tied_embeddings=true",),
+    "softmax": ("model.baseline=true", *Z_LOSS),
+    "tied": ("model.tied_embeddings=true", *Z_LOSS),
     "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN),
     # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (

@@ -25,6 +25,7 @@ from tests.parallel.matrix import (
     MODELS,
     PAGE,
     STEPS,
+    Z_LOSS,
     Layout,
     gradient_difference,
     loss_difference,
@@ -138,6 +139,17 @@ def test_gradient_norm_and_held_out_loss_are_the_same(layout, metric, run, model
     # kink near the weights.
     tolerance = 2e-2 if layout.model == "bf16" else 1e-4
     assert series(run(layout), metric) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [each for each in LAYOUTS if set(Z_LOSS) <= set(MODELS[each.model])],
+    ids=lambda layout: layout.name,
+)
+def test_z_losses_are_the_same(layout, run, models):
+    expected = series(models / layout.model, "train/z_loss")
+    assert len(expected) == STEPS
+    assert series(run(layout), "train/z_loss") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

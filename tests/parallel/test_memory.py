@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
         1,
         {"training": BF16, "recompute": {"granularity": "full", "method": "block", "layers": 2}},
     ),
-    "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 32}}),
+    "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 32, "z_loss": 1e-4}}),
     "sequence": (2, {"parallel": SEQUENCE, "training": BF16}),
     "zero1": (2, {"training": BF16 | FOUR}),
     "zero2": (2, {"parallel": {"zero_stage": 2}, "training": BF16 | FOUR}),

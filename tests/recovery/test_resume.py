@@ -25,6 +25,10 @@ def losses(run_dir: Path) -> list[tuple[float, float, float]]:
     return [(e["step"], e["train/loss"], e["train/grad_norm"]) for e in entries]
 
 
+def z_losses(run_dir: Path) -> list[float]:
+    return [entry["train/z_loss"] for entry in read_metrics(run_dir) if "train/loss" in entry]
+
+
 def stopped_at_10(finished: Path, run_dir: Path) -> None:
     """Copy a finished run, as if it had been killed after its checkpoint at step 10."""
     shutil.copytree(finished, run_dir)
@@ -49,12 +53,18 @@ def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
     assert ends[0].state["data"] == ends[1].state["data"]
 
 
-def test_resuming_bf16_is_exact_to_the_bit(tiny_recipe, tmp_path):
+def test_resuming_bf16_with_a_z_loss_is_exact_to_the_bit(tiny_recipe, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train(tiny_recipe("training.precision=bf16", f"run_dir={whole}"))
+    overrides = ("training.precision=bf16", "training.z_loss=0.01")
+    train(tiny_recipe(*overrides, f"run_dir={whole}"))
     stopped_at_10(whole, parted)
-    train(tiny_recipe("training.precision=bf16", f"run_dir={parted}"))
+    train(tiny_recipe(*overrides, f"run_dir={parted}"))
     assert losses(parted) == losses(whole)
+    first, *rest = z_losses(whole)
+    assert z_losses(parted) == [first, *rest]
+    # The logits of an untrained network are small, so the sum over 320 tokens is about 320.
+    assert len(rest) == 19
+    assert first == pytest.approx(0.01 * math.log(320) ** 2, rel=0.1)
 
 
 TRAINED = (

@@ -76,6 +76,7 @@ CASES = {
             *SMALL,
             "training.micro_batch_size=4",
             "training.loss_chunk=200",
+            "training.z_loss=1e-4",
             "parallel.tensor=2",
             "parallel.sequence_parallel=true",
         ),

@@ -33,8 +33,8 @@ class Wait:
 # Places at which a step may wait, as ``module.function``. Outside of steps any code may wait.
 PERMITTED = {
     "diffmegatron.training.compute.agreement.agree": Wait(
-        "A step waits once for its loss, tokens, gradient norm and flags, for guard and log.",
-        lambda _: [1.0, 1.0, 1.0, 0.0, 0.0],
+        "A step waits once for its losses, tokens, gradient norm and flags, for guard and log.",
+        lambda _: [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
     ),
     "deepspeed.runtime.utils.is_invalid_grad_norm": Wait(
         "DeepSpeed refuses a norm that is not finite before the update.",

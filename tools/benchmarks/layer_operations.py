@@ -230,8 +230,8 @@ def _stand_ins(work: Work) -> Iterator[None]:
         shape = (*projections.shape[:-1], projections.shape[-1] // 2)
         return _stand_in(partial(work.count, "swiglu"), shape, projections)
 
-    def loss(logits: Tensor, labels: Tensor, *_: object) -> Tensor:
-        return _stand_in(partial(work.count, "cross_entropy"), labels.shape, logits)
+    def loss(logits: Tensor, labels: Tensor, *_: object) -> tuple[Tensor, None]:
+        return _stand_in(partial(work.count, "cross_entropy"), labels.shape, logits), None
 
     with (
         mock.patch.object(language_model_loss, "_has_kernel", lambda _: True),

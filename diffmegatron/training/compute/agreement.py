@@ -15,9 +15,10 @@ from diffmegatron.training.compute.step import LossSum
 class Agreement:
     """Values that :func:`agree` has made equal on every rank."""
 
-    # Mean loss of the counted tokens, infinite if a rank's value is not finite. It is None if no
-    # token is counted and the losses of all other tokens are finite.
+    # Mean cross-entropy of the counted tokens, infinite if a rank's value is not finite. It is None
+    # if no token is counted and the losses of all other tokens are finite.
     loss: float | None
+    z_loss: float  # mean z-loss of the counted tokens; 0 without a z-loss
     loss_tokens: int  # number of counted tokens
     gradient_norm: float  # maximum over the ranks; infinite if a rank's value is not finite
     stop: bool  # whether at least one rank must stop
@@ -44,14 +45,15 @@ def agree(
     flags = torch.tensor([stop, writing], dtype=torch.float32, device=parallel_state.device)
     norm = torch.as_tensor(gradient_norm, dtype=torch.float32, device=parallel_state.device)
     if loss is None:
-        loss = LossSum(torch.zeros_like(norm), torch.zeros_like(norm))
-    numbers = torch.cat([torch.stack([loss.mean, loss.tokens, norm]), flags])
+        loss = LossSum(*torch.zeros_like(norm).expand(3))
+    numbers = torch.cat([torch.stack([loss.mean, loss.z_mean, loss.tokens, norm]), flags])
     # The maximum of NaN and a number depends on the communication library, so replace NaN.
     numbers = torch.where(numbers.isfinite(), numbers, torch.inf)
     distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
-    mean, tokens, largest_norm, any_stop, any_writing = numbers.tolist()
+    mean, z_mean, tokens, largest_norm, any_stop, any_writing = numbers.tolist()
     return Agreement(
         loss=mean if tokens or mean else None,
+        z_loss=z_mean,
         loss_tokens=int(tokens),
         gradient_norm=largest_norm,
         stop=bool(any_stop),

@@ -2,7 +2,8 @@
 
 A token is counted if its ``loss_mask`` is 1; only counted tokens contribute to summed and mean
 losses. Shapes: b sequences in a microbatch, s positions on this context-parallel rank, v entries of
-this tensor-parallel rank's vocabulary shard.
+this tensor-parallel rank's vocabulary shard. With a z-loss and in training mode, terms is 2: the
+cross-entropy and the z-loss. Otherwise it is left out, and the loss is the cross-entropy.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 
-# Called on the last pipeline stage, with each microbatch and the losses of its tokens [b, s].
+# Called on the last pipeline stage, with each microbatch and the cross-entropy of its tokens,
+# [b, s].
 BatchObserver = Callable[[Batch, Tensor], None]
 
 
@@ -31,18 +33,25 @@ class LossSum:
     """The loss of a global batch, the same on every rank.
 
     Attributes:
-        total: summed loss of the counted tokens in nats, 0-dim float32. It is not finite if the
-            loss of any token is not finite, even of a token that is not counted.
+        total: summed cross-entropy of the counted tokens in nats, 0-dim float32. It is not finite
+            if the loss of any token is not finite, even of a token that is not counted.
+        z_total: summed z-loss of the counted tokens, 0-dim float32; 0 without a z-loss.
         tokens: number of counted tokens, 0-dim float32.
     """
 
     total: Tensor
+    z_total: Tensor
     tokens: Tensor
 
     @property
     def mean(self) -> Tensor:
         """Mean loss of the counted tokens, 0-dim float32; ``total`` if no token is counted."""
         return self.total / self.tokens.clamp(min=1.0)
+
+    @property
+    def z_mean(self) -> Tensor:
+        """Mean z-loss of the counted tokens, 0-dim float32; ``z_total`` if no token is counted."""
+        return self.z_total / self.tokens.clamp(min=1.0)
 
 
 class Engine(Protocol):
@@ -71,12 +80,13 @@ def forward_backward(
     """Run the forward and backward passes of a step on its mean loss, and return the loss.
 
     Every counted token of the global batch has the same weight, even if microbatches have different
-    numbers of counted tokens. If no token is counted, all gradients are 0.
+    numbers of counted tokens. If no token is counted, all gradients are 0. With a z-loss, the
+    gradients are those of the sum of both terms.
 
     Args:
         microbatches: microbatches on this rank's device (``batches.on_this_rank``).
         offload_activations: whether tensors saved for backward are kept in host memory.
-        observe: called with each microbatch and the detached losses of its tokens.
+        observe: called with each microbatch and the detached cross-entropy of its tokens.
     """
     count = _count(microbatches, parallel_state)
     # DeepSpeed averages gradients over the data x context parallel ranks. The two sizes turn the
@@ -92,9 +102,9 @@ def forward_backward(
         for number, batch in enumerate(microbatches, 1):
             with offloaded():
                 loss = summed_loss(engine, batch, observe)
-            engine.backward(loss * weight, is_last=number == len(microbatches))
+            engine.backward(loss.sum() * weight, is_last=number == len(microbatches))
             losses.append(loss.detach())
-    return LossSum(_sum_over_ranks(losses, parallel_state), count)
+    return LossSum(*_sum_over_ranks(losses, parallel_state), count)
 
 
 @torch.no_grad()
@@ -107,7 +117,7 @@ def forward_only(
     else:
         losses = [summed_loss(network, batch) for batch in microbatches]
     count = _count(microbatches, parallel_state)
-    return LossSum(_sum_over_ranks(losses, parallel_state), count)
+    return LossSum(*_sum_over_ranks(losses, parallel_state), count)
 
 
 def token_losses(network: Network, batch: Batch, parallel_state: ParallelState) -> Tensor:
@@ -192,12 +202,12 @@ def _on_all_ranks(
 def summed_loss(
     network: Callable[..., Tensor], batch: Batch, observe: BatchObserver | None = None
 ) -> Tensor:
-    """Return the summed loss of the counted tokens in this rank's shard of a microbatch, 0-dim."""
+    """Return the loss, [terms], summed over the counted tokens of this rank in a microbatch."""
     return _masked_sum(batch, _output(network, batch, has_labels=True), observe)
 
 
 def _output(network: Callable[..., Tensor], batch: Batch, *, has_labels: bool) -> Tensor:
-    """Return the loss of each token [b, s] if ``has_labels``, else the logits [b, s, v].
+    """Return the loss of each token [terms, b, s] if ``has_labels``, else the logits [b, s, v].
 
     Pipeline stages before the last return hidden states.
     """
@@ -217,8 +227,9 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
 
 def _masked_sum(batch: Batch, losses: Tensor, observe: BatchObserver | None) -> Tensor:
     if observe is not None:
-        observe(batch, losses.detach())
-    return torch.sum(losses.float() * batch.loss_mask)
+        cross_entropy = losses if losses.dim() == 2 else losses[0]
+        observe(batch, cross_entropy.detach())
+    return torch.sum(losses.float() * batch.loss_mask, dim=(-2, -1))
 
 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
@@ -236,7 +247,7 @@ def _pipeline(
     forward_context: Callable[[], AbstractContextManager[object]],
     observe: BatchObserver | None = None,
 ) -> list[Tensor]:
-    """Run Megatron's pipeline schedule; return the summed loss of each microbatch.
+    """Run Megatron's pipeline schedule; return the summed loss of each microbatch, [terms].
 
     The result is empty before the last pipeline stage. ``network`` needs Megatron's ``config``, so
     DeepSpeed's engine cannot be passed. ``weight`` scales the losses of the backward pass, but not
@@ -255,8 +266,9 @@ def _pipeline(
 
     def scheduled_loss(batch: Batch, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = _masked_sum(batch, losses, observe)
-        # The schedule divides the returned loss in place, so return a copy.
-        return loss.clone() if scale is None else loss * scale, {"loss": loss.detach()}
+        # The schedule divides the returned loss in place. The sum is a new tensor.
+        whole = loss.sum()
+        return whole if scale is None else whole * scale, {"loss": loss.detach()}
 
     outputs = _scheduled(network, microbatches, parallel_state, step, forward_only=weight is None)
     return [output["loss"] for output in outputs]
@@ -291,18 +303,22 @@ def _scheduled(
     return outputs
 
 
-def _sum_over_ranks(losses: Sequence[Tensor], parallel_state: ParallelState) -> Tensor:
-    """Sum ``losses`` over the data, context and pipeline ranks, 0-dim float32.
+def _sum_over_ranks(
+    losses: Sequence[Tensor], parallel_state: ParallelState
+) -> tuple[Tensor, Tensor]:
+    """Sum ``losses`` [terms] over the data, context and pipeline ranks.
 
-    ``losses`` is empty before the last pipeline stage.
+    ``losses`` is empty before the last pipeline stage. Returns the sums of cross-entropy and
+    z-loss, 0-dim float32; without a z-loss, its sum is 0.
     """
-    total = torch.zeros((), dtype=torch.float32, device=parallel_state.device)
+    total = torch.zeros(2, dtype=torch.float32, device=parallel_state.device)
     if losses:
-        total += torch.stack(list(losses)).sum()
+        own = torch.stack(list(losses)).view(len(losses), -1).sum(0)
+        total[: len(own)] += own
     distributed.all_reduce(total, group=parallel_state.data_group)
     if parallel_state.pipeline_size > 1:
         distributed.all_reduce(total, group=parallel_state.pipeline_group)
-    return total
+    return total[0], total[1]
 
 
 def offloaded_activations(network: torch.nn.Module) -> AbstractContextManager[object]:

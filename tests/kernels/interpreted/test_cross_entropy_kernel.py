@@ -12,7 +12,7 @@ from diffmegatron.model.cross_entropy_kernel import cross_entropy
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.paths import ROOT
 
-ROWS, WORDS = 5, 44
+ROWS, WORDS, Z_LOSS = 5, 44, 0.01
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,10 @@ def made(dtype=torch.float64):
 
 
 def expected(logits, labels, weights):
-    """Return torch's losses and gradient, in float64."""
+    """Return torch's sums of cross-entropy and z-loss, and their gradient, in float64."""
     exact = logits.detach().double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    losses = losses + Z_LOSS * exact.logsumexp(1).square()
     (losses * weights).sum().backward()
     return losses.detach(), exact.grad
 
@@ -40,7 +41,8 @@ def computed(logits, labels, weights, group=None, unpadded_size=None):
     # The kernel's backward pass overwrites its input with the gradient. The input is therefore
     # `given * 1`, a new tensor. Like the logits of a network, it is not a leaf tensor.
     given = logits.detach().clone().requires_grad_()
-    losses = cross_entropy(given * 1, labels, group, unpadded_size)
+    losses, log_total = cross_entropy(given * 1, labels, group, unpadded_size)
+    losses = losses + Z_LOSS * log_total.square()
     (losses * weights).sum().backward()
     return losses.detach(), given.grad
 
@@ -125,7 +127,7 @@ def test_ranks_share_the_vocabulary(monkeypatch, padded):
 def test_a_second_backward_through_overwritten_logits_is_an_error():
     logits, labels, _ = made()
     given = logits.requires_grad_() * 1
-    losses = cross_entropy(given, labels)
+    losses, _ = cross_entropy(given, labels)
     losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
@@ -134,7 +136,7 @@ def test_a_second_backward_through_overwritten_logits_is_an_error():
 def test_a_network_with_the_kernel_equals_one_with_megatrons_loss(monkeypatch):
     """Check that a network has equal losses and gradients with the kernel and without it.
 
-    The network has recomputed loss chunks, a padded vocabulary and a tied embedding.
+    The network has recomputed loss chunks, a z-loss, a padded vocabulary and a tied embedding.
     """
     sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "vocab_size": 64}
     recipe = load_recipe(
@@ -143,7 +145,7 @@ def test_a_network_with_the_kernel_equals_one_with_megatrons_loss(monkeypatch):
             *(f"model.{name}={size}" for name, size in sizes.items()),
             *("model.attention.num_heads=1", "model.vocab_padding=3", "model.tied_embeddings=true"),
             *("data.tokenizer=bytes", "training.seq_length=8", "training.precision=fp32"),
-            "training.loss_chunk=3",
+            *("training.loss_chunk=3", f"training.z_loss={Z_LOSS}"),
         ],
     )
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -7,6 +7,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.model import language_model_loss
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
+from tests.parallel import loss_worker
 from tests.paths import ROOT
 
 SIZES = (
@@ -16,7 +17,9 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("overrides", [(), ("training.loss_chunk=3",)])
+@pytest.mark.parametrize(
+    "overrides", [(), ("training.loss_chunk=3",), ("training.loss_chunk=3", "training.z_loss=0.01")]
+)
 def test_the_loss_with_a_kernel_equals_megatrons_loss(monkeypatch, overrides):
     cross_entropy = pytest.importorskip(
         "diffmegatron.model.cross_entropy_kernel", reason="needs triton"
@@ -28,9 +31,9 @@ def test_the_loss_with_a_kernel_equals_megatrons_loss(monkeypatch, overrides):
 
     def torchs(logits, labels, group, unpadded_size):
         calls.append((group.size(), unpadded_size))
-        return torch.nn.functional.cross_entropy(
-            logits[:, :unpadded_size], labels, reduction="none"
-        )
+        logits = logits[:, :unpadded_size]
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        return losses, logits.logsumexp(1)
 
     def losses_and_gradients(network):
         network.zero_grad()
@@ -49,6 +52,11 @@ def test_the_loss_with_a_kernel_equals_megatrons_loss(monkeypatch, overrides):
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     for own, other in zip(own_gradients, gradients, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_cross_entropy_and_z_loss_are_torchs(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["loss_worker", "1"])
+    loss_worker.main()
 
 
 def test_a_cpu_has_no_kernel():

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from diffmegatron.data.loader import Batch
@@ -66,6 +67,38 @@ def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(tiny_recipe):
     assert abs(cut_loss - loss) < 1e-6
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_z_loss_counts_the_same_tokens_as_the_cross_entropy(tiny_recipe):
+    recipe, whole = tiny_recipe("training.z_loss=0.01"), batch(UNEVEN)
+    parted, observed = [rows(whole, 0), rows(whole, 1, 2), rows(whole, 3)], []
+    with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        logits = network(whole.tokens).double()
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
+        )
+        mask = whole.loss_mask.flatten().bool()
+        z_loss = 0.01 * logits.logsumexp(-1).square().flatten()[mask].mean()
+        (losses[mask].mean() + z_loss).backward()
+        expected = {name: p.grad.clone() for name, p in network.named_parameters()}
+        network.zero_grad()
+        loss = forward_backward(
+            PlainEngine(network),
+            parted,
+            parallel_state,
+            observe=lambda _, each: observed.append(each),
+        )
+        network.eval()
+        held_out = forward_only(network, parted, parallel_state)
+    assert loss.mean.item() == pytest.approx(losses[mask].mean().item(), rel=1e-6)
+    assert loss.z_mean.item() == pytest.approx(z_loss.item(), rel=1e-6)
+    assert (held_out.mean, held_out.z_mean) == (loss.mean, 0)
+    torch.testing.assert_close(
+        torch.cat(observed).flatten().double(), losses.detach(), rtol=1e-5, atol=1e-5
+    )
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_with_nothing_to_learn_has_no_gradient(tiny_recipe):
