@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.load import load_recipe
 from diffmegatron.training.monitoring.metrics import read_metrics
+from tests import forks
 from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
 from tests.paths import DOCS, RESULTS
@@ -376,7 +378,9 @@ def main() -> None:
         "cores; then write docs/results/layout_matrix.json and the table of "
         "docs/parallelism.md.",
     ).parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
+        forks.open_folder()
+        exits.callback(forks.close_folder)
         out = Path(folder)
         corpus = prepare_corpus(out / "corpus")
         (out / "tiny.yaml").write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
