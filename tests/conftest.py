@@ -14,6 +14,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.prepare.prepare import prepare
 from tests import forks
 from tests.deprecations import raise_on_deprecations
+from tests.gloo import share_device
 from tests.paths import RESULTS
 
 TINY = """
@@ -45,6 +46,7 @@ checkpoint:
 """
 
 raise_on_deprecations()
+share_device()
 
 # If a shell starts pytest as a background job, pytest and its child processes ignore SIGINT. Tests
 # that send SIGINT need the default handler.

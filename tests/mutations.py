@@ -116,7 +116,7 @@ MUTATIONS = [
         ("operations/cluster.py", "seconds + 86_400 * (days or 0)", "seconds + 8_640 * (days or 0)",
          "tests/launch/test_launch.py -k time"),
         ("training/monitoring/due.py", "if is_last or step % every == 0]",
-         "if step % every == 0]", "tests/recovery/test_stop.py"),
+         "if step % every == 0]", "tests/recovery/test_disk.py -k restarts_record"),
         ("hf/weight_mapping.py", "torch.cat((gate, up))", "torch.cat((up, gate))",
          "tests/unit/hf/test_weight_mapping.py"),
         ("evaluation/bootstrap.py", "statistic(drawn @ values / units)",

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from tests import forks
 from tests.deprecations import raise_on_deprecations
+from tests.gloo import share_device
 from tests.paths import ROOT
 
 
@@ -72,6 +73,7 @@ def main() -> None:
     ranks, module, calls = sys.argv[1:]
     run = importlib.import_module(module).main
     raise_on_deprecations()
+    share_device()
     for call in json.loads(calls):
         sys.argv[1:] = call
         with socket.create_server(("127.0.0.1", 0)) as listener:
