@@ -38,7 +38,8 @@ class NetworkExport:
                     f"is {each.model_type!r}; an export with layers of several kinds can have "
                     f"{', '.join(EXPORTED)}"
                 )
-            entries.append({LAYERS: layers, "model_type": each.model_type, **each.config})
+            keys = {**each.fixed, **each.config}
+            entries.append({LAYERS: layers, "model_type": each.model_type, **keys})
         shared = ("num_attention_heads", "num_key_value_heads")
         return HuggingFace(
             MIXED,

@@ -3,13 +3,26 @@
 
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    SeedOssConfig,
+)
 
 from .configuration_diff_base import DiffBaseConfig
 from .configuration_diff_v2 import DiffV2Config
 from .configuration_grouped_diff import GroupedDiffConfig
 
-KINDS = {"llama": LlamaConfig, "grouped_diff": GroupedDiffConfig, "diff_v2": DiffV2Config}
+KINDS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3": Qwen3Config,
+    "seed_oss": SeedOssConfig,
+    "grouped_diff": GroupedDiffConfig,
+    "diff_v2": DiffV2Config,
+}
 
 
 class MixedDiffConfig(DiffBaseConfig):

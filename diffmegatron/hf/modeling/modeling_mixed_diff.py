@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama whose layers have Llama's attention, grouped differential attention or DIFF V2."""
+"""A Llama whose layers have ordinary attention, grouped differential attention or DIFF V2."""
 
 from typing import ClassVar
 
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention
 
 from .configuration_mixed_diff import MixedDiffConfig
 from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
@@ -12,6 +16,9 @@ from .modeling_grouped_diff import GroupedDiffAttention, GroupedDiffPreTrainedMo
 
 ATTENTION = {
     "llama": LlamaAttention,
+    "mistral": MistralAttention,
+    "qwen3": Qwen3Attention,
+    "seed_oss": SeedOssAttention,
     "grouped_diff": GroupedDiffAttention,
     "diff_v2": DiffV2Attention,
 }
@@ -23,7 +30,8 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
-        "attentions": LlamaAttention,
+        # The differential classes are subclasses of Llama's.
+        "attentions": [LlamaAttention, MistralAttention, Qwen3Attention, SeedOssAttention],
     }
 
 
@@ -31,7 +39,7 @@ class MixedDiffModel(MixedDiffPreTrainedModel, DiffBaseModel):
     """Llama's decoder; the configuration selects the kind of attention of each layer."""
 
     @staticmethod
-    def new_attention(config: MixedDiffConfig, layer_idx: int) -> LlamaAttention:
+    def new_attention(config: MixedDiffConfig, layer_idx: int) -> nn.Module:
         """Return the attention of the layer with index ``layer_idx`` (from 0)."""
         own = config.layer_config(layer_idx)
         attention = ATTENTION[own.model_type](own, layer_idx)
