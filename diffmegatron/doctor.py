@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diffmegatron.attention.kernels.registry import OPS, Operation
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.hardware import find_accelerator
 
@@ -88,7 +90,10 @@ def examine() -> Report:
             "Installed": (DoctorRow("Python", platform.python_version()), *_packages(packages)),
             "Hardware": (DoctorRow("CPU cores", str(os.cpu_count())), *gpus),
             "Choices": (layers, _communication(), *_attention_choices()),
-            "Differential attention, by training.attention_backend": tuple(_attention_backends()),
+            **{
+                f"{OPS[each].capitalize()}, by training.attention_backend": _backends(each)
+                for each in get_args(Operation)
+            },
             "Tokenizer": (tokenizer,),
             "Launch": tuple(_launch()),
         },
@@ -188,17 +193,18 @@ def _attention_choices() -> Iterator[DoctorRow]:
                 yield DoctorRow(f"{what}, {device} {dtype}", backend, reason)
 
 
-def _attention_backends() -> Iterator[DoctorRow]:
+def _backends(operation: Operation) -> tuple[DoctorRow, ...]:
     from diffmegatron.attention.kernels.api import backend_table
 
-    without_cuda = []
-    for name, can_run, why in backend_table("differential", head_dim=_HEAD_DIM):
+    found, without_cuda = [], []
+    for name, can_run, why in backend_table(operation, head_dim=_HEAD_DIM):
         if not can_run and why.startswith("needs a cuda device"):
             without_cuda.append(name)
         else:
-            yield DoctorRow(name, "can run" if can_run else "cannot run", why)
+            found.append(DoctorRow(name, "can run" if can_run else "cannot run", why))
     if without_cuda:
-        yield DoctorRow(", ".join(without_cuda), "cannot run", "need a CUDA device")
+        found.append(DoctorRow(", ".join(without_cuda), "cannot run", "need a CUDA device"))
+    return tuple(found)
 
 
 def _cl100k() -> tuple[DoctorRow, tuple[str, ...]]:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from diffmegatron import doctor
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
 from diffmegatron.model.layers.layer_specs import available_host
 from tests.paths import ROOT
@@ -77,11 +77,12 @@ def test_every_device_and_dtype_has_a_backend_and_a_reason():
 
 
 def test_every_backend_is_listed_and_why_it_cannot_run():
-    (rows,) = [
+    rows, of_one_map = (
         rows for title, rows in doctor.examine().sections.items() if "attention_backend" in title
-    ]
-    names = [name for row in rows for name in row.name.split(", ")]
-    assert sorted(names) == sorted(DIFFERENTIAL)
+    )
+    for own, table in ((rows, DIFFERENTIAL), (of_one_map, SOFTMAX)):
+        names = [name for row in own for name in row.name.split(", ")]
+        assert sorted(names) == sorted(table)
     blocked, triton = (row for row in rows if {"blocked", "triton"} & {*row.name.split(", ")})
     assert blocked.value == "can run"
     if not torch.cuda.is_available():

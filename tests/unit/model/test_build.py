@@ -1,6 +1,7 @@
-"""Kernel features that a recipe's attention needs, and the MLP of a built network."""
+"""Attention backends of a recipe's layers, and the MLP of a built network."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor
 
 from diffmegatron.attention.kernels import registry
 from diffmegatron.attention.kernels.pytorch import reference
+from diffmegatron.attention.kernels.pytorch.subtraction import subtract_noise
+from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.config.attention_backend import attention_call
 from diffmegatron.errors import UserError
 from diffmegatron.model import build
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.plan.summary import plan_recipe
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,61 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
         pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"),
     ):
         build_model(recipe, parallel_state)
+
+
+V2 = "{kind: diff_v2, num_heads: 4, head_dim: 8}"
+MIXED = "[{kind: diff_v1, num_heads: 4, head_dim: 8, layers: 1}, {kind: softmax, head_dim: 8}]"
+
+
+@pytest.mark.parametrize(
+    ("attention", "backend", "used"),
+    [
+        (V2, "reference", {"reference.attend": 2, "subtraction.subtract_noise": 2}),
+        (V2, "blocked", {"blocked.attend": 2, "subtraction.subtract_noise": 2}),
+        (V2, "triton", {"triton_attention.attend": 2, "subtraction_kernel.subtract_noise": 2}),
+        (MIXED, "reference", {"reference.attend": 2}),
+    ],
+)
+def test_every_layer_uses_the_named_backend(tiny_recipe, monkeypatch, attention, backend, used):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    recipe = tiny_recipe(f"model.attention={attention}", f"training.attention_backend={backend}")
+    calls: Counter[str] = Counter()
+
+    def recorded(own: registry.Backend) -> Callable[..., Tensor]:
+        def compute(*arguments: object) -> Tensor:
+            calls[f"{own.module.rpartition('.')[2]}.{own.entry}"] += 1
+            # The kernels of Triton are tested elsewhere. Here they are only called.
+            instead = {"triton_attention": reference.attend, "subtraction_kernel": subtract_noise}
+            return instead.get(own.module.rpartition(".")[2], load(own))(*arguments)
+
+        return compute
+
+    load = registry.Backend.function
+    monkeypatch.setattr(registry.Backend, "function", recorded)
+    with process_groups(recipe.parallel, seed=1) as parallel_state, torch.no_grad():
+        build_model(recipe, parallel_state)(torch.zeros(1, 8, dtype=torch.int64))
+    assert calls == used
+
+
+@pytest.mark.parametrize(
+    ("attention", "backend", "kind"),
+    [(V2, "flash_2call", "diff_v2"), (MIXED, "sdpa_4call", "softmax"), (MIXED, "sdpa", "diff_v1")],
+)
+def test_a_backend_of_other_attention_is_refused(tiny_recipe, attention, backend, kind):
+    recipe = tiny_recipe(f"model.attention={attention}", f"training.attention_backend={backend}")
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        for refuse in (lambda: build_model(recipe, parallel_state), lambda: plan_recipe(recipe)):
+            with pytest.raises(UserError, match=f"'{backend}' does not compute .* kind '{kind}'"):
+                refuse()
+
+
+def test_a_kind_that_calls_another_operation_is_refused(tiny_recipe, monkeypatch):
+    recipe = tiny_recipe()
+    monkeypatch.setattr(DiffV1, "operation", "softmax")
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        network = build_model(recipe, parallel_state)
+        with pytest.raises(UserError, match=r"'softmax' and calls .*diff_attention; set the"):
+            network(torch.zeros(1, 8, dtype=torch.int64))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.errors import UserError
+from diffmegatron.section import Section
 
 RECIPE = """
 run_dir: run
@@ -239,7 +240,17 @@ def test_a_kind_belongs_to_one_class():
     assert KINDS["diff_v1"] is DiffV1
 
 
-def test_reading_a_variant_returns_it_unchanged():
+def test_a_kind_has_a_dozen_members():
+    def members(section: type[Section]) -> set[str]:
+        names = {*dir(section)} - {*dir(Section)}
+        return {name for name in names if not name.startswith("_")}
+
+    assert len(members(AttentionKind)) == 11
+    assert {kind.__name__ for kind in KINDS.values() if len(members(kind)) > 12} == set()
+    assert len(members(LayerKinds)) <= 16
+
+
+def test_reading_a_kind_returns_it_unchanged():
     kind = DiffV1(num_heads=3)
     assert read_kind(kind) is kind
 
