@@ -51,10 +51,11 @@ class FileLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open()
             self._wait()
-            os.truncate(self._descriptor, 0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            holder = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-            os.pwrite(self._descriptor, holder.encode(), 0)
+            try:
+                self._write_holder()
+            except OSError:
+                self.__exit__()
+                raise
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -81,6 +82,12 @@ class FileLock:
                 f"{format_path(self._path)} is not a file; remove it, or {self._advice}"
             )
         return descriptor
+
+    def _write_holder(self) -> None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, holder.encode(), 0)
 
     def _wait(self) -> None:
         began, said = time.monotonic(), not math.isfinite(self._patience)

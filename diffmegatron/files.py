@@ -122,11 +122,12 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         # Free the space of the temporary file, because the disk may be full.
         with suppress(OSError):
             temporary.unlink()
-        raise
+        # Only errors of paths have a file name, and a write to a full disk has none.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync_path(path.parent)
 
 

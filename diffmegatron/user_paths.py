@@ -14,6 +14,12 @@ _USER_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.EINVAL),
 }
+# Errors of a machine that lacks a resource, whichever file they name. Writes name no file.
+_LACKS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on the disk"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.ENOMEM: "use a machine with more memory",
+}
 # Before Python 3.13, pathlib raises a RuntimeError with this text for a loop of symbolic links.
 _LOOP = "Symlink loop from "
 
@@ -27,7 +33,8 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
 
     Raises:
         UserError: a path is wrong, for instance missing, not readable or not UTF-8.
-        MachineError: reading or writing failed for another reason, such as a full disk.
+        MachineError: reading or writing failed for another reason, such as a full disk, or the
+            process reached its limit of memory or open files.
     """
     try:
         yield
@@ -40,9 +47,13 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         raise UserError(
             f"cannot use {str(error).removeprefix(_LOOP)}: {os.strerror(errno.ELOOP)}"
         ) from error
+    except MemoryError as error:
+        raise MachineError(f"not enough memory; {_LACKS[errno.ENOMEM]}") from error
     except OSError as error:
         paths = (error.filename, error.filename2)
         path = next((each for each in paths if _is_named(each, words)), None)
+        if path is None and error.errno in _LACKS:
+            raise MachineError(f"{os_error_text(error)}; {_LACKS[error.errno]}") from error
         if path is None:
             raise
         kind = UserError if error.errno in _USER_ERRNOS else MachineError

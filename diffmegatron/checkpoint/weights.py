@@ -44,12 +44,16 @@ def write_checkpoint(
     """
     store = CheckpointStore(run_dir)
     directory = store.begin(position.step)
-    with explain_os_errors(f"cannot write {format_path(directory)}"):
-        entries: list[FileEntry] = []
-        for pieces in _split_into_files(weights):
-            path = directory / rank_file(len(entries))
-            entries.append(write_pieces(path, *named_tensors(pieces, {})))
-        finish_checkpoint(store, position, recipe, entries, "weights")
+    try:
+        with explain_os_errors(f"cannot write {format_path(store.path(position.step))}"):
+            entries: list[FileEntry] = []
+            for pieces in _split_into_files(weights):
+                path = directory / rank_file(len(entries))
+                entries.append(write_pieces(path, *named_tensors(pieces, {})))
+            finish_checkpoint(store, position, recipe, entries, "weights")
+    except BaseException:
+        store.abandon(position.step)
+        raise
     return store.path(position.step)
 
 

@@ -1,6 +1,10 @@
 """Selection of the attention heads that DEX extends, by their scores on text."""
 
+import itertools
 import json
+import math
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,12 +24,14 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.dex.scores import Sums, entropy_sums, gradient_sums
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, write_durably, write_picture
+from diffmegatron.model.network import Network
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.saving.resume import open_together
 from diffmegatron.yaml_documents import dump_yaml
 
+_PROGRESS_SECONDS = 5.0
 Method = Literal["entropy", "gradient"]
 Scores = list[list[float]]
 # Method -> (function that sums the scores, whether heads with the highest scores are selected).
@@ -71,7 +77,10 @@ def select_heads(
         network.at_step(step)
         batches = open_loader(recipe, parallel_state, "train").read_step(0)
         score, highest = METHODS[method]
-        measured = score(network, on_this_rank(batches, parallel_state), parallel_state)
+        own = on_this_rank(batches, parallel_state)
+        if parallel_state.is_main:
+            _print_progress(network, len(own))
+        measured = score(network, own, parallel_state)
         scores = _gather_scores(*measured, parallel_state)
         if not parallel_state.is_main:
             return None
@@ -100,7 +109,7 @@ def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
     """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences of ``data``."""
-    recipe = load_resolved(saved)
+    recipe = load_resolved(saved, saved.parents[2])
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
         heads = kind.heads
@@ -129,6 +138,21 @@ def _calibration_recipe(
         "upsampling": {"mode": "none"},
     }
     return check_recipe(values, format_path(saved), overrides)
+
+
+def _print_progress(network: Network, microbatches: int) -> None:
+    """Print the number of the microbatch to standard error, at most every few seconds."""
+    begun = itertools.count(1)
+    last = -math.inf
+
+    def print_number(*_: object) -> None:
+        nonlocal last
+        number, now = next(begun), time.monotonic()
+        if now - last >= _PROGRESS_SECONDS:
+            last = now
+            print(f"scoring heads: sequence {number} of {microbatches}", file=sys.stderr)
+
+    network.register_forward_pre_hook(print_number)
 
 
 def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) -> Scores:

@@ -71,9 +71,10 @@ def write_results(
             write_picture(out / f"{CONCLUSION}.png", figure)
             pictures[CONCLUSION] = (out / f"{CONCLUSION}.png").read_bytes()
         text = json.dumps(outcome, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        # The largest file comes first, so that a full disk leaves all earlier files as they are.
+        write_durably(out / REPORT, to_html(outcome, pictures).encode())
         write_durably(out / "results.json", text.encode())
         write_durably(out / "report.md", to_markdown(outcome, pictures).encode())
-        write_durably(out / REPORT, to_html(outcome, pictures).encode())
 
 
 def _provenance(computing: Computing) -> dict[str, Any]:

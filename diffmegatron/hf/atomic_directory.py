@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from diffmegatron.errors import UserError
-from diffmegatron.files import check_utf8, explain_os_errors, format_path
+from safetensors import SafetensorError
+
+from diffmegatron.errors import MachineError, UserError
+from diffmegatron.files import check_utf8, explain_os_errors, format_path, os_error_text, shorten
 
 
 @contextmanager
@@ -36,9 +38,25 @@ def atomic_directory(out: Path) -> Iterator[Path]:
                 partial.mkdir()
                 stack.callback(shutil.rmtree, partial, ignore_errors=True)
                 stack.enter_context(_locked(partial))
-        yield partial
+        with _named(partial, out):
+            yield partial
         with explain_os_errors(f"cannot rename the written directory to {format_path(out)}"):
             partial.rename(out)
+
+
+@contextmanager
+def _named(partial: Path, out: Path) -> Iterator[None]:
+    """Replace errors about the temporary directory, and writes to a full disk, by one sentence."""
+    try:
+        yield
+    except OSError as error:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if names and not any(name.startswith(str(partial)) for name in names):
+            raise
+        raise MachineError(f"cannot write {format_path(out)}: {os_error_text(error)}") from error
+    except SafetensorError as error:
+        # The library has one class of errors; those of reading are reported where it reads.
+        raise MachineError(f"cannot write {format_path(out)}: {shorten(str(error))}") from error
 
 
 def _remove_left(out: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffmegatron.config.load import recipe_files
 from diffmegatron.errors import UserError
-from diffmegatron.files import explain_os_errors, format_path, read_bytes, shorten
+from diffmegatron.files import explain_os_errors, format_path, read_bytes, shorten, write_durably
 from diffmegatron.shipped_files import shipped_folder
 
 CONFIGS = shipped_folder("configs")
@@ -70,7 +70,8 @@ def copy(name: str, folder: Path) -> list[Path]:
                 )
         for target, source in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
+            write_durably(target, source.read_bytes())
+            shutil.copymode(source, target)
     return [*targets]
 
 

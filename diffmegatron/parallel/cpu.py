@@ -3,6 +3,7 @@
 Apply them only in a context: ``transformers`` on the meta device needs the original functions.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -41,7 +42,24 @@ def without_cuda() -> Iterator[None]:
             (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        # Megatron warns if the CPU's random state changes in a context for a GPU's state, which
+        # here is the CPU's.
+        stack.enter_context(_without_warning(random.__name__, "CPU RNG state changed"))
         yield
+
+
+@contextmanager
+def _without_warning(logger: str, beginning: str) -> Iterator[None]:
+    """Drop the messages of a logger that begin with a text."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logging.getLogger(logger).addFilter(is_other)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(is_other)
 
 
 class _TorchOnCpu:

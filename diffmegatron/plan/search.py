@@ -25,6 +25,9 @@ from diffmegatron.validation import validated
 
 # Number of printed layouts.
 SHOWN = 10
+# Estimated steps that differ by at most this share of the shortest are ties. No GPU has confirmed
+# the model of times, whose assumed efficiencies are round numbers.
+TIE = 0.1
 # Sizes that the search tries. MOST_STAGES limits the pipeline size.
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
@@ -96,15 +99,18 @@ def print_search(
     shown = candidates[:SHOWN]
     title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ("", "TP", "CP", "PP", "DP", "ZeRO", "recompute", "batch", "GiB", "bubble", "step")
-    for name in (*columns, "the run"):
+    columns = ("", "TP", "CP", "PP", "DP", "ZeRO", "redo", "batch", "GiB", "step", "MFU")
+    for name in (*columns, "tok/s", "the run"):
         table.add_column(name, justify="right", no_wrap=True)
+    ties = number_of_ties(shown)
     for number, candidate in enumerate(shown, 1):
-        table.add_row(str(number), *_cells(candidate))
+        table.add_row(f"{number}{'=' * (number <= ties > 1)}", *_cells(candidate))
     console.print(table)
     console.print(
         "TP, CP, PP, DP: tensor, context, pipeline and data parallel; PP 4x2: two virtual"
-        " stages per rank",
+        " stages per rank; redo: recompute; tok/s: tokens per second and GPU; =: a tie, because the"
+        f" estimated step is at most {TIE:.0%} above the shortest, and no GPU has confirmed the"
+        " estimates",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -114,6 +120,12 @@ def print_search(
         line = " ".join(candidate.overrides) or "(the recipe as it is)"
         console.print(f"{number:3d}  {line}", highlight=False, soft_wrap=True)
     print_assumptions(Assumptions().sentences(recipe, hardware, ACCELERATORS[hardware]), console)
+
+
+def number_of_ties(candidates: Sequence[Candidate]) -> int:
+    """Return how many of the fastest candidates have nearly the same estimated step."""
+    longest = (1 + TIE) * candidates[0].time.step
+    return sum(each.time.step <= longest for each in candidates)
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
@@ -128,8 +140,9 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
         layout.recompute.split(",")[0],
         str(layout.micro_batch_size),
         f"{candidate.peak / GIB:.1f}",
-        f"{time.bubble:.0%}",
         f"{time.step:.2f} s",
+        f"{time.utilization:.0%}",
+        f"{time.tokens_per_second / layout.world_size:,.0f}",
         duration(time.days),
     )
 

@@ -79,10 +79,10 @@ def print_assumptions(assumptions: Iterable[str], console: Console) -> None:
 def _parameter_table(plan: Plan) -> Table:
     rows = []
     for name, count in asdict(plan.parameters).items():
-        if name == "lora" and not count:
-            continue
-        is_tied = name == "output" and not count
-        rows.append((_words(name), "tied to embedding" if is_tied else f"{count:,}"))
+        if name == "output" and not count:
+            rows.append((_words(name), "tied to embedding"))
+        elif count:
+            rows.append((_words(name), f"{count:,}"))
     totals = [
         ("without embedding and output", _billions(plan.parameters.without_embeddings)),
         ("total", _billions(plan.parameters.total)),

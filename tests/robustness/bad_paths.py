@@ -6,12 +6,13 @@ name in --help, an assertion fails until :class:`Example` has a good value for t
 
 import io
 import os
+import resource
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -134,9 +135,31 @@ def of_the_system(place: Path, good: Path | None) -> str:
     return "/proc"
 
 
+def full_disk(place: Path, good: Path | None) -> str:
+    """Return a good path; every write to a file fails (``LIMITS``)."""
+    return str(copy(good, place / "good"))
+
+
+def nearly_full_disk(place: Path, good: Path | None) -> str:
+    """Return a good path; no file can become larger than two KiB (``LIMITS``)."""
+    return str(copy(good, place / "good"))
+
+
+def few_descriptors(place: Path, good: Path | None) -> str:
+    """Return a good path; the command can open only two more files (``LIMITS``)."""
+    return str(copy(good, place / "good"))
+
+
+# Limits on a resource of the process while a command runs.
+LIMITS: dict[Callable[[Path, Path | None], str], tuple[int, int]] = {
+    full_disk: (resource.RLIMIT_FSIZE, 0),
+    nearly_full_disk: (resource.RLIMIT_FSIZE, 2048),
+    few_descriptors: (resource.RLIMIT_NOFILE, 2),
+}
 KINDS: tuple[Callable[[Path, Path | None], str], ...] = (
     *(missing, in_no_folder, folder, file, below_a_file, fifo, in_a_folder_of_fifos),
     *(link_to_itself, long_name, not_utf8, unreadable, unwritable, nul, empty, of_the_system),
+    *LIMITS,
 )
 # Names of files that commands read or write in a folder whose path they get.
 OWN_NAMES = (
@@ -307,19 +330,45 @@ def try_kind(
     example = Example(made, corpus, folder)
     path = kind(folder, tried.good(example, made, corpus))
     before = snapshot(folder) | snapshot(made)
-    status, out, err = run(tried.words(example, path))
+    with limited(*LIMITS.get(kind, ())):
+        status, out, err = run(tried.words(example, path))
     problem = _wrong(status, out, err)
     if problem is not None or status in (0, 75):
         return problem
     after = snapshot(folder) | snapshot(made)
     changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
+    if kind in LIMITS:
+        # The path is good, so the command begins its work. It may leave empty folders, and records
+        # that it appends: metrics of a run, and items of an evaluation, which it resumes.
+        files = [name for name in changed if not Path(name).is_dir()]
+        changed = [n for n in files if not n.endswith(".jsonl") and "/tensorboard/" not in n]
     return f"{changed} changed and status is {status}: {err}" if changed else None
+
+
+@contextmanager
+def limited(limit: int | None = None, value: int = 0) -> Iterator[None]:
+    """Set a limit of this process within the context; None sets nothing.
+
+    A limit of descriptors counts from the highest open one.
+    """
+    if limit is None:
+        yield
+        return
+    if limit == resource.RLIMIT_NOFILE:
+        value += 1 + max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
 
 
 def _wrong(status: object, out: str, err: str) -> str | None:
     if not isinstance(status, int) or "Traceback" in out + err:
         return f"{status}: {err[-600:]}"
     said = [line for line in err.splitlines() if not line.startswith("WARNING ")]
+    said = [line for line in said if " ETA " not in line and not line.startswith("scoring heads")]
     is_sentence = False
     if status in (2, 69) and said:
         # The command-line parser prints the usage first, and its sentence in the last line.

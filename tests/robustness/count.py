@@ -6,6 +6,7 @@ python -m tests.robustness.count --out docs/results/bad_paths.json
 import argparse
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,12 +30,15 @@ def count(folder: Path) -> dict[str, dict[str, int]]:
     corpus = prepare_corpus(folder / "corpus")
     found = {}
     for kind in KINDS:
-        problems = [
-            try_kind(place, kind, folder / kind.__name__ / str(number), folder / "made", corpus)
-            for number, place in enumerate(places())
-        ]
         name = kind.__name__.replace("_", " ")
-        found[name] = {"tried": len(problems), "held": problems.count(None)}
+        found[name] = {"tried": 0, "held": 0}
+        for number, place in enumerate(places()):
+            case = folder / kind.__name__ / str(number)
+            problem = try_kind(place, kind, case, folder / "made", corpus)
+            found[name]["tried"] += 1
+            found[name]["held"] += problem is None
+            if problem is not None:
+                print(f"{place}, {name}: {problem}", file=sys.stderr)
     return found
 
 

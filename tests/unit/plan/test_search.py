@@ -82,6 +82,12 @@ def test_the_table_fits_80_columns_and_the_overrides_can_be_pasted():
     for number, candidate in enumerate(candidates[:10], 1):
         assert f"{number:3d}  {' '.join(candidate.overrides) or '(the recipe as it is)'}" in text
     assert "(the recipe as it is)" in text
+    fastest = candidates[0].time
+    ties = [each for each in candidates[:10] if each.time.step <= 1.1 * fastest.step]
+    assert 1 < len(ties) < 10
+    first = next(line.split() for line in text.splitlines() if line.strip().startswith("1="))
+    assert first[-4:-2] == [f"{fastest.utilization:.0%}", f"{fastest.tokens_per_second / 64:,.0f}"]
+    assert text.count("=  ") == len(ties)
     assert "Times are an estimate" in text
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -70,6 +71,20 @@ def test_a_stale_lock_file_is_ignored(tmp_path):
     with run_lock(tmp_path, patience=0):
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_whose_holder_cannot_be_written_is_released(tmp_path):
+    """Check that a full disk, on which no file can grow, leaves neither the lock nor its file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write in run_dir"), run_lock(tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "lock").exists()
+    with run_lock(tmp_path, patience=0):
+        assert (tmp_path / "lock").exists()
 
 
 def test_a_lock_on_a_removed_file_is_taken_again(tmp_path, monkeypatch):

@@ -25,13 +25,26 @@ PAGE = Path(__file__).parents[4] / "docs" / "in_your_megatron.md"
 HIDDEN = 256
 
 
-@pytest.fixture(scope="module")
-def ran() -> dict[str, Any]:
-    """Run the code blocks of the page in order, and return their variables."""
+def run_page(version: int = 1) -> dict[str, Any]:
+    """Run the code blocks of the page in order with DIFF V1 or V2, and return their variables."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+    text = PAGE.read_text().replace("diff_v1", f"diff_v{version}")
+    text = text.replace("DiffV1", f"DiffV{version}")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), names)
     return names
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Any]:
+    """Return the variables of the page's code."""
+    return run_page()
+
+
+def test_the_page_runs_with_diff_v2_and_prints_no_warning(caplog):
+    ran = run_page(version=2)
+    assert ran["losses"][2] < ran["losses"][0] and ran["lambdas"] == [[], [], []]
+    assert "RNG state" not in caplog.text
 
 
 def test_the_loss_starts_at_chance_and_falls(ran):
