@@ -35,7 +35,7 @@ test-fast: $(VENV)/.installed
 
 # What can depend on the versions of Python and of libraries, in about a third of the time of all tests.
 VERSIONS := tests/unit tests/kernels/test_diff_attention.py tests/kernels/test_v2.py \
-	tests/parallel/test_toy_variant.py tests/parallel/test_pretrained.py \
+	tests/parallel/test_toy_kind.py tests/parallel/test_pretrained.py \
 	tests/recovery/test_resume.py tests/end_to_end/test_quickstart.py
 
 test-versions: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Links between pages: every file exists, and so does every heading that a link names."""
+"""Links between pages, and names of tests elsewhere, lead to files and headings that exist."""
 
 import re
 from pathlib import Path
@@ -31,3 +31,13 @@ def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     missing = [p.name for p in (ROOT / "docs").glob("*.md") if f"({p.name}" not in index]
     assert [each for each in missing if each != "README.md"] == []
+
+
+@pytest.mark.parametrize("name", ["Makefile", ".ci/run", "CONTRIBUTING.md", "docs/robustness.md"])
+def test_named_tests_exist(name):
+    text = (ROOT / name).read_text()
+    named = set(re.findall(r"\btests/[\w/]+(?:\.py)?", text))
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+    listed = re.search(r"addprefix tests/unit/, ((?:.*\\\n)*.*)\)", text)
+    for path in listed[1].replace("\\", "").split() if listed else ():
+        assert (ROOT / "tests/unit" / path).exists(), path
