@@ -249,9 +249,11 @@ def _stand_ins(work: Work) -> Iterator[None]:
 def _megatrons() -> Iterator[None]:
     """Use Megatron-core's default rotary embedding and loss."""
 
-    def rotated(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(query: Tensor, key: Tensor, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         query, key = (
-            _apply_rotary_pos_emb_bshd(x.flatten(2, -2), angles, rotary_interleaved=False)
+            _apply_rotary_pos_emb_bshd(
+                x.flatten(2, -2), angles, rotary_interleaved=False, mscale=scale
+            )
             for x in (query, key)
         )
         return query, key
