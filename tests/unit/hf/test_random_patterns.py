@@ -24,7 +24,7 @@ LAYERS = 4
 def random_kind(draw: random.Random) -> dict[str, Any]:
     """Return a section of ``model.attention`` with heads of width 8."""
     ratio, kv_heads = draw.choice([1, 2]), draw.choice([1, 2])
-    heads = ratio * kv_heads * draw.choice([1, 2])
+    heads = ratio * kv_heads * draw.choice([1, 2, 4])
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
     kind = draw.choice(["softmax", "diff_v1", "diff_v2", "grouped"])
     values: dict[str, Any] = {"kind": kind, **sizes}
