@@ -36,7 +36,8 @@ def stopped_at_10(finished: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "attention", ["model.baseline=false", "model.baseline=true", "model.attention.kind=diff_v2"]
+    "attention",
+    ["model.attention.qk_norm=true", "model.baseline=true", "model.attention.kind=diff_v2"],
 )
 def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"

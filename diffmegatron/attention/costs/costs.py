@@ -77,15 +77,24 @@ class Costs(Generic[Kind]):
     def _norm_bytes(self, run: LayerRun) -> float:
         """Return the bytes that the norms of queries and keys save.
 
-        They save a float32 per head. On a CPU they also save their normalised input in float32, and
-        in bf16 runs a float32 copy of their input.
+        They save a float32 per head and their input. On a CPU they also save their normalised input
+        in float32, and in bf16 runs they save the input in float32.
         """
         heads = self.kind.heads
+        channels = heads.query_channels + heads.key_channels
         saved = FLOAT32 * (heads.queries + heads.keys)
         if run.device == "cpu":
-            channels = heads.query_channels + heads.key_channels
-            saved += FLOAT32 * channels * (2 if run.element < FLOAT32 else 1)
-        return saved
+            saved += FLOAT32 * channels
+            if run.element < FLOAT32:
+                return saved + FLOAT32 * channels
+        if [kind for kind, _ in heads.group].count("q") > 1:
+            # The layer has copied the heads of both maps together, and the input is this copy.
+            return saved + run.element * channels
+        # The input is a view that keeps all of linear_qkv's output in memory. This output is
+        # counted already if attention saves another view of it.
+        is_softmax = self.kind.operation == "softmax"
+        is_counted = run.communication is None if is_softmax else run.recomputes_core
+        return saved + (0 if is_counted else run.element * heads.qkv_channels)
 
     def _softmax_bytes(self, run: LayerRun) -> tuple[float, float]:
         heads = self.kind.heads

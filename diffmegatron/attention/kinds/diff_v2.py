@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from diffmegatron.section import Size
 
-from .kind import AttentionKind
 from .layer import Context, Heads, Layer, Parameter, Rows
+from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DiffV2(AttentionKind):
+class DiffV2(QKNorm):
     """Differential attention with h = ``num_heads`` signal heads and h / r noise heads of width d.
 
     A key-value head has one key and one value of width d, as in softmax attention. r is
@@ -53,9 +53,10 @@ class DiffV2(AttentionKind):
         return Heads(self.head_dim, self.num_kv_heads, rows, signal)
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return W_lambda, stored as [num_heads, hidden_size] and sharded by signal heads."""
+        """Return W_lambda, [num_heads, hidden_size] and sharded by heads, and norms' weights."""
         shape = (self.num_heads, hidden_size)
-        return (Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True),)
+        projection = Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True)
+        return (*super().parameters(hidden_size), projection)
 
     @override
     def from_hidden(self, layer: Layer, hidden: "Tensor") -> "Tensor":

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from .kind import AttentionKind
-from .layer import HEAD_NORM, QK_NORMS, QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
+from .layer import HEAD_NORM, QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
+from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Softmax(AttentionKind):
+class Softmax(QKNorm):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
-    ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``qk_norm`` applies an RMSNorm to
-    queries and keys before their rotation (Qwen3). ``headwise_norm`` applies an RMSNorm to each
-    head's output (Ye et al., ICLR 2025, table 6).
+    ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``headwise_norm`` applies an
+    RMSNorm to each head's output (Ye et al., ICLR 2025, table 6).
     """
 
     kind: Literal["softmax"] = "softmax"
     qkv_bias: bool = Field(default=False, description="biases of queries, keys and values (Qwen2)")
-    qk_norm: bool = Field(default=False, description="RMSNorm of each query and key head (Qwen3)")
     headwise_norm: bool = Field(default=False, description="RMSNorm of each head's output")
 
     title: ClassVar[str] = "Transformer"
@@ -38,14 +37,13 @@ class Softmax(AttentionKind):
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return the bias of ``linear_qkv`` and the weights of the norms, if configured."""
-        d, own = (self.head_dim,), []
+        own = [*super().parameters(hidden_size)]
         if self.qkv_bias:
             channels = (self.heads.qkv_channels,)
             own.append(Parameter(QKV_BIAS, channels, Constant(0.0), "bias", sharded=True))
-        if self.qk_norm:
-            own += [Parameter(name, d, Constant(1.0), "norm") for name in QK_NORMS]
         if self.headwise_norm:
-            own.append(Parameter(HEAD_NORM, d, Constant(1.0), "norm", float32=True))
+            weight = (self.head_dim,)
+            own.append(Parameter(HEAD_NORM, weight, Constant(1.0), "norm", float32=True))
         return tuple(own)
 
     def forward(
@@ -75,7 +73,8 @@ class Softmax(AttentionKind):
 def transformer_of(kind: AttentionKind) -> Softmax:
     """Return softmax attention with as many output, key and value channels as a kind.
 
-    A kind that extends softmax attention keeps its keys, such as ``qkv_bias``.
+    A kind that extends softmax attention keeps its keys, such as ``qkv_bias``. All kinds keep
+    ``qk_norm``.
     """
     # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
     if isinstance(kind, Softmax):
@@ -86,4 +85,5 @@ def transformer_of(kind: AttentionKind) -> Softmax:
         num_heads=heads.output_channels // heads.head_dim,
         num_kv_heads=heads.keys,
         head_dim=heads.head_dim,
+        qk_norm=isinstance(kind, QKNorm) and kind.qk_norm,
     )

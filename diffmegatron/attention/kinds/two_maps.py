@@ -24,6 +24,7 @@ from diffmegatron.section import FREE
 from .kind import AttentionKind
 from .lambda_init import LambdaInit
 from .layer import HEAD_NORM, Constant, Context, Heads, Layer, Parameter, Rows
+from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +72,7 @@ def split_maps(
     return q1, k1, q2, k2, v
 
 
-class VectorLambda(TwoMaps):
+class VectorLambda(QKNorm, TwoMaps):
     """Two maps with one lambda per layer, computed from four trained vectors.
 
     ``lambda_std`` is the standard deviation of the initial lambda vectors; its default is from the
@@ -88,14 +89,15 @@ class VectorLambda(TwoMaps):
     operation: ClassVar[Operation] = "differential"
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and, with ``headwise_norm``, the norm's weight."""
+        """Return the lambda vectors and the weights of the norms, if configured."""
         # Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
         vectors = [
             Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)
             for name in LAMBDA_VECTORS
         ]
         norm = Parameter(HEAD_NORM, (2 * self.head_dim,), Constant(1.0), "norm", float32=True)
-        return (*vectors, norm) if self.headwise_norm else tuple(vectors)
+        own = (*super().parameters(hidden_size), *vectors)
+        return (*own, norm) if self.headwise_norm else own
 
     @override
     def current_lambda(self, layer: Layer) -> "Tensor":

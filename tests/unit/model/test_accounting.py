@@ -42,10 +42,11 @@ KINDS = {
         "annealing_steps": None,
     },
 }
-# Softmax attention with the additions of Qwen2 (biases) and Qwen3 (norms of queries and keys).
-QWEN = {
+NORMED_QK = ("softmax", "diff_v1", "diff_v2 in twos", "grouped")
+# Softmax attention with the biases of Qwen2, and every kind with Qwen3's norms of queries and keys.
+ADDITIONS = {
     "qwen2": KINDS["softmax"] | {"qkv_bias": True},
-    "qwen3": KINDS["softmax"] | {"qk_norm": True},
+    **{f"{kind}, qk_norm": KINDS[kind] | {"qk_norm": True} for kind in NORMED_QK},
 }
 
 
@@ -91,9 +92,9 @@ def part_of(name: str) -> str:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize("kind", [*KINDS, *QWEN])
+@pytest.mark.parametrize("kind", [*KINDS, *ADDITIONS])
 def test_parameters_are_those_of_the_built_network(kind, num_kv_heads, tied):
-    attention = {"num_kv_heads": num_kv_heads} | (KINDS | QWEN)[kind]
+    attention = {"num_kv_heads": num_kv_heads} | (KINDS | ADDITIONS)[kind]
     recipe = make_recipe({"tied_embeddings": tied}, attention=attention)
     built = dict.fromkeys(count_parameters(recipe.model).__dataclass_fields__, 0)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
@@ -305,7 +306,7 @@ NORMS = {
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize("attention", [*NORMS, *QWEN])
+@pytest.mark.parametrize("attention", [*NORMS, *ADDITIONS])
 def test_counted_activations_match_the_saved_tensors(
     attention, num_kv_heads, precision, monkeypatch
 ):
@@ -315,7 +316,7 @@ def test_counted_activations_match_the_saved_tensors(
     because on a CPU they save the bytes that are counted for a GPU.
     """
     monkeypatch.setattr(build, "available_host", lambda _: "local")
-    sizes = {"num_kv_heads": num_kv_heads} | (NORMS | QWEN)[attention]
+    sizes = {"num_kv_heads": num_kv_heads} | (NORMS | ADDITIONS)[attention]
     recipe = make_recipe(None, {"precision": precision}, attention=sizes)
     with process_groups(recipe.parallel, seed=1) as parallel_state:
         kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
@@ -363,6 +364,23 @@ def test_counted_activations_match_a_gpus_fused_norms(headwise_norm, precision, 
     unfused_swiglu = 2 * element * 160 * 2 * BATCH * LENGTH
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
     assert kept == pytest.approx(counted.activations + unfused_swiglu + probabilities, rel=0.004)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", NORMED_QK)
+def test_qk_norm_adds_the_bytes_that_a_gpus_fused_norms_save(kind, precision, monkeypatch):
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight, eps)
+    )
+    kept, counted = [], []
+    for on in (True, False):
+        recipe = make_recipe(
+            None, {"precision": precision}, attention=KINDS[kind] | {"qk_norm": on}
+        )
+        with process_groups(recipe.parallel, seed=1) as parallel_state:
+            kept.append(bytes_kept_for_backward(build_model(recipe, parallel_state)))
+        counted.append(memory_by_stage(recipe, 1, "gpu")[0].activations)
+    assert kept[0] - kept[1] == counted[0] - counted[1]
 
 
 def test_the_kernels_on_a_gpu_keep_both_maps_outputs():

@@ -128,6 +128,14 @@ def test_the_baseline_has_equal_width_and_key_value_cache(kind, overrides, expec
     assert pair.model_dump(exclude=others) == own.model_dump(exclude=others)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "diff_v1", "diff_v2", "grouped"])
+def test_the_transformer_of_a_pair_has_its_qk_norm(kind, load):
+    more = ["signal_per_noise=2"] if kind == "grouped" else []
+    for value in ("true", "false"):
+        given = [f"qk_norm={value}", *more]
+        assert only(load(kind, *given, "/model.baseline=true")).qk_norm == (value == "true")
+
+
 def test_the_transformer_of_a_pair_has_no_headwise_norm(load):
     assert only(load("diff_v1")).headwise_norm
     assert not only(load("diff_v1", "/model.baseline=true")).headwise_norm

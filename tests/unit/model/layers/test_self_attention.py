@@ -26,11 +26,14 @@ LAMBDA_INIT = 0.8 - 0.6 * math.exp(-0.3)
 SECTIONS = {
     "softmax": {"kind": "softmax", "num_heads": 6, "num_kv_heads": 2},
     "softmax, 9 heads": {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3},
+    "softmax, qk_norm": {"kind": "softmax", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True},
     "softmax, normed": {"kind": "softmax", "num_heads": 4, "headwise_norm": True},
     "diff_v1": {"kind": "diff_v1", "num_heads": 4},
     "diff_v1, grouped queries": {"kind": "diff_v1", "num_heads": 6, "num_kv_heads": 2},
     "diff_v1, no norm": {"kind": "diff_v1", "num_heads": 2, "headwise_norm": False},
+    "diff_v1, qk_norm": {"kind": "diff_v1", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True},
     "diff_v2": {"kind": "diff_v2", "num_heads": 4},
+    "diff_v2, qk_norm": {"kind": "diff_v2", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True},
     "diff_v2, grouped queries": {"kind": "diff_v2", "num_heads": 6, "num_kv_heads": 2},
     "diff_v2, 3 per noise head": {
         "kind": "diff_v2",
@@ -39,6 +42,12 @@ SECTIONS = {
         "signal_per_noise": 3,
     },
     "grouped": {"kind": "grouped", "num_heads": 4, "signal_per_noise": 2},
+    "grouped, qk_norm": {
+        "kind": "grouped",
+        "num_heads": 4,
+        "signal_per_noise": 2,
+        "qk_norm": True,
+    },
     "grouped, grouped queries": {
         "kind": "grouped",
         "num_heads": 12,
@@ -155,8 +164,17 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
     kv_heads = section.get("num_kv_heads", h // r)
     mixed = iter((hidden @ weights["linear_qkv.weight"].T).split(D, dim=-1))
 
+    def rotated_heads(count, norm):
+        each = [next(mixed) for _ in range(count)]
+        if section.get("qk_norm"):
+            each = [normed(head, weights[norm], 1.0) for head in each]
+        return [rotated(head) for head in each]
+
     def queries(count):
-        return [rotated(next(mixed)) for _ in range(count)]
+        return rotated_heads(count, "q_norm")
+
+    def key():
+        return rotated_heads(1, "k_norm")[0]
 
     heads = []
     for _ in range(kv_heads):
@@ -164,7 +182,7 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
             groups = h // kv_heads // r
             noise = groups if kind == "diff_v2" else 0
             q = queries(groups * r + noise)
-            (k,), v = queries(1), next(mixed)
+            k, v = key(), next(mixed)
             outs = [softmax_map(each, k, ends) @ v for each in q]
             if kind in ("softmax", "dex"):
                 if section.get("headwise_norm"):
@@ -179,8 +197,8 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
                     heads.append(signal - torch.sigmoid(hidden @ row)[:, None] * noise_out)
             continue
         signal = h // kv_heads
-        q1, (k1,), va = queries(signal), queries(1), next(mixed)
-        q2, (k2,), vb = queries(signal // r), queries(1), next(mixed)
+        q1, k1, va = queries(signal), key(), next(mixed)
+        q2, k2, vb = queries(signal // r), key(), next(mixed)
         value = torch.cat([va, vb], -1)
         lambda_ = (
             torch.exp(weights["lambda_q1"] @ weights["lambda_k1"])
