@@ -79,7 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **TIED,
     },
     "diffllama": {"model_type": "diffllama"},
-    "diff_v2": {"model_type": "diff_v2", "signal_per_noise": 2, "head_dim": 8},
+    "diff_v2": {"model_type": "diff_v2", "signal_per_noise": 2, "head_dim": 8, "qk_norm": True},
     "grouped": {
         "model_type": "grouped_diff",
         "signal_per_noise": 2,
@@ -92,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 8,
         "lambda_init": 0.7,
+        "qk_norm": True,
         "headwise_norm": False,
     },
 }

@@ -57,6 +57,7 @@ YARN = (
     "model.rope_scaling={kind: yarn, factor: 8, original_length: 96, beta_fast: 8, "
     "attention_factor: 1.3}",
 )
+QK_NORM = ("model.attention.qk_norm=true",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 # With two tensor-parallel ranks, all selected heads of the first layer are on one rank. In the
@@ -94,7 +95,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true", *Z_LOSS),
     "tied": ("model.tied_embeddings=true", *Z_LOSS),
-    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN),
+    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN, *QK_NORM),
     # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (
         *DOCUMENTS,
@@ -106,8 +107,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "v2": (*V2, *YARN),
     # The logged lambda is the mean over tokens of the last microbatch. So the run of one process
     # needs the same micro_batch_size as the layouts.
-    "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO),
-    "grouped": GROUPED,
+    "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO, *QK_NORM),
+    "grouped": (*GROUPED, *QK_NORM),
     "grouped-deep": (*GROUPED, *DEEP),
     "part": PART,
     "lora": ("model.lora={rank: 4, alpha: 8}",),

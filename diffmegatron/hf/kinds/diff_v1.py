@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @register_export(DiffV1)
 class DiffV1Export(Export[DiffV1]):
-    """DiffLlama, or grouped attention beside layers of other kinds."""
+    """DiffLlama, or grouped attention with ``qk_norm`` or beside layers of other kinds."""
 
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
 
     @override
     def hugging_face(self) -> hf.HuggingFace:
         kind = self.kind
+        if kind.qk_norm:
+            return self.beside_others().hugging_face()
         if kind.lambda_init.policy != "exponential":
             raise UserError(
                 f"model.attention.lambda_init.policy {kind.lambda_init.policy!r} cannot be "
@@ -48,6 +50,8 @@ class DiffV1Export(Export[DiffV1]):
         weight, so the export multiplies our norm's weight into the output projection. The import
         sets our norm's weight to 1.
         """
+        if self.kind.qk_norm:
+            return self.beside_others().rules(ours, theirs, layer=layer, step=step)
         count, d = self.kind.num_heads, self.kind.head_dim
 
         def fold(proj: "Tensor", norm: "Tensor") -> tuple["Tensor", ...]:

@@ -19,7 +19,10 @@ class DiffV2Export(Export[DiffV2]):
     @override
     def hugging_face(self) -> hf.HuggingFace:
         kind = self.kind
-        config = hf.head_keys(kind.heads) | {"signal_per_noise": kind.signal_per_noise}
+        config = hf.head_keys(kind.heads) | {
+            "signal_per_noise": kind.signal_per_noise,
+            "qk_norm": kind.qk_norm,
+        }
         return hf.HuggingFace("diff_v2", "DiffV2ForCausalLM", config, remote_code=True)
 
     @override
@@ -28,6 +31,7 @@ class DiffV2Export(Export[DiffV2]):
         return [
             hf.qkv(ours, theirs, self.kind.heads, self.hidden_size),
             hf.output(ours, theirs, self.kind.heads, self.hidden_size),
+            *hf.qk_norms(ours, theirs, self.kind),
             hf.same(f"{ours}.lambda_proj", f"{theirs}.lambda_proj.weight", shape),
         ]
 
@@ -41,4 +45,6 @@ class DiffV2Export(Export[DiffV2]):
             signal_per_noise=ratio,
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
+            # Older exports lack this key.
+            qk_norm=config.get("qk_norm", False),
         )

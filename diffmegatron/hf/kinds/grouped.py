@@ -29,6 +29,7 @@ class GroupedExport(Export[Grouped]):
             "num_key_value_heads": 4 * kind.num_kv_heads,
             "head_dim": kind.head_dim,
             "signal_per_noise": kind.signal_per_noise,
+            "qk_norm": kind.qk_norm,
             "headwise_norm": kind.headwise_norm,
             "lambda_init": kind.lambda_init.value or kind.lambda_init.policy,
             "lambda_std_dev": kind.lambda_std,
@@ -47,6 +48,7 @@ class GroupedExport(Export[Grouped]):
         return [
             hf.qkv(ours, theirs, heads, self.hidden_size, paired_values=True),
             hf.output(ours, theirs, heads, self.hidden_size),
+            *hf.qk_norms(ours, theirs, self.kind),
             *hf.lambda_vectors(ours, theirs, heads.head_dim),
             *([hf.same(*norm, shape, keep_fp32=True)] if self.kind.headwise_norm else []),
         ]
@@ -61,6 +63,8 @@ class GroupedExport(Export[Grouped]):
             signal_per_noise=config["signal_per_noise"],
             num_kv_heads=config["num_key_value_heads"] // 4,
             head_dim=config["head_dim"],
+            # Older exports lack this key.
+            qk_norm=config.get("qk_norm", False),
             headwise_norm=config["headwise_norm"],
             lambda_init=LambdaInit.model_validate({"policy": "constant"} | policy),
             lambda_std=config["lambda_std_dev"],

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from diffmegatron.attention.kinds.layer import QK_NORMS
 from diffmegatron.attention.kinds.softmax import Softmax
 from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import weight_rules as hf
@@ -65,11 +64,7 @@ class SoftmaxExport(Export[Softmax]):
         rules = [hf.qkv(ours, theirs, heads, self.hidden_size)]
         if self.kind.qkv_bias:
             rules.append(hf.qkv_bias(ours, theirs, heads))
-        if self.kind.qk_norm:
-            rules += [
-                hf.same(f"{ours}.{name}", f"{theirs}.{name}.weight", (heads.head_dim,))
-                for name in QK_NORMS
-            ]
+        rules += hf.qk_norms(ours, theirs, self.kind)
         return [*rules, hf.output(ours, theirs, heads, self.hidden_size)]
 
     @classmethod

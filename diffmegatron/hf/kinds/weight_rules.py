@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diffmegatron.attention.kinds.layer import QK_NORMS
 from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from diffmegatron.attention.kinds.layer import Heads
+    from diffmegatron.attention.kinds.qk_norm import QKNorm
 
 Shapes = Mapping[str, tuple[int, ...]]
 Rearrange = Callable[..., tuple["Tensor", ...]]
@@ -132,6 +134,12 @@ def output(ours: str, theirs: str, heads: "Heads", hidden_size: int) -> WeightRu
     """Return the rule of the output projection, which is copied without changes."""
     shape = (hidden_size, heads.output_channels)
     return same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", shape)
+
+
+def qk_norms(ours: str, theirs: str, kind: "QKNorm") -> list[WeightRule]:
+    """Return the rules of the weights of queries' and keys' norms; none without ``qk_norm``."""
+    names = QK_NORMS if kind.qk_norm else ()
+    return [same(f"{ours}.{name}", f"{theirs}.{name}.weight", (kind.head_dim,)) for name in names]
 
 
 def lambda_vectors(ours: str, theirs: str, head_dim: int) -> list[WeightRule]:

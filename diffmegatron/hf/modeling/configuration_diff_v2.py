@@ -7,12 +7,13 @@ from .configuration_diff_base import DiffBaseConfig, count_noise_heads
 
 
 class DiffV2Config(DiffBaseConfig):
-    """Llama's configuration with the additional key ``signal_per_noise``.
+    """Llama's configuration with the keys of DIFF V2.
 
     Args:
         num_attention_heads: number of query heads: h signal heads and h / r noise heads.
         signal_per_noise: r, number of signal heads that share a noise head.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r.
+        qk_norm: whether an RMSNorm is applied to each query head and key head before RoPE.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 
@@ -31,9 +32,11 @@ class DiffV2Config(DiffBaseConfig):
         num_attention_heads: int = 64,
         signal_per_noise: int = 1,
         num_key_value_heads: int = 8,
+        qk_norm: bool = False,
         **kwargs: Any,
     ) -> None:
         self.signal_per_noise = signal_per_noise
+        self.qk_norm = qk_norm
         super().__init__(
             num_attention_heads=num_attention_heads,
             num_key_value_heads=num_key_value_heads,

@@ -23,6 +23,7 @@ class GroupedDiffConfig(DiffBaseConfig):
         lambda_init: "exponential" for 0.8 - 0.6 exp(-0.3 l) in layer l (from 0), or a constant
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four lambda vectors.
+        qk_norm: whether an RMSNorm is applied to each query head and key head before RoPE.
         headwise_norm: whether an RMSNorm follows the subtraction of the noise heads' outputs. All
             heads share its weight. Its result is multiplied by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
@@ -39,6 +40,7 @@ class GroupedDiffConfig(DiffBaseConfig):
         lambda_std_dev: float = 0.1,
         headwise_norm: bool = True,
         num_signal_heads: int | None = None,
+        qk_norm: bool = False,
         **kwargs: Any,
     ) -> None:
         if num_signal_heads is None:
@@ -50,6 +52,7 @@ class GroupedDiffConfig(DiffBaseConfig):
         self.signal_per_noise = signal_per_noise
         self.lambda_init = lambda_init
         self.lambda_std_dev = lambda_std_dev
+        self.qk_norm = qk_norm
         self.headwise_norm = headwise_norm
         super().__init__(
             num_attention_heads=num_attention_heads,

@@ -5,7 +5,14 @@ from collections.abc import Callable
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaRMSNorm
+
+
+def new_head_norm(config: PretrainedConfig) -> nn.Module:
+    """Return the RMSNorm of queries or keys [..., head_dim]; the identity without ``qk_norm``."""
+    if config.qk_norm:
+        return LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+    return nn.Identity()
 
 
 class DiffBaseModel(LlamaModel):

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_diff_v2 import DiffV2Config
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, new_head_norm
 
 
 class DiffV2Attention(LlamaAttention):
@@ -44,6 +44,7 @@ class DiffV2Attention(LlamaAttention):
         hidden, signals = config.hidden_size, config.num_signal_heads
         self.lambda_proj = nn.Linear(hidden, signals, bias=False)
         self.o_proj = nn.Linear(signals * self.head_dim, hidden, bias=False)
+        self.q_norm, self.k_norm = new_head_norm(config), new_head_norm(config)
 
     def forward(
         self,
@@ -59,8 +60,8 @@ class DiffV2Attention(LlamaAttention):
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:

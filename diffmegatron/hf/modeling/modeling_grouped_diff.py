@@ -52,7 +52,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_grouped_diff import GroupedDiffConfig
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
+from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, new_head_norm
 
 try:
     # transformers 5 calls _init_weights for loaded weights too. The functions of `initialization`
@@ -80,6 +80,7 @@ class GroupedDiffAttention(LlamaAttention):
         self.k_proj = nn.Linear(hidden, 2 * h_kv * d, bias=False)
         self.v_proj = nn.Linear(hidden, 2 * h_kv * d, bias=False)
         self.o_proj = nn.Linear(2 * h * d, hidden, bias=False)
+        self.q_norm, self.k_norm = new_head_norm(config), new_head_norm(config)
         self.lambda_init = config.layer_lambda_init(layer_idx)
         # float32 also in a bf16 model, because rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -108,8 +109,8 @@ class GroupedDiffAttention(LlamaAttention):
         """
         batch, length = hidden_states.shape[:2]
         heads = (batch, length, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(batch, length, -1, 2, self.head_dim)
         value = value.permute(0, 3, 2, 1, 4).flatten(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)

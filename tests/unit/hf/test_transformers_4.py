@@ -41,6 +41,7 @@ YARN = {"kind": "yarn", "factor": 8.0, "original_length": 96, "beta_fast": 8.0}
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
 KINDS: dict[str, dict[str, object]] = {
     "diff_v1": DIFF | GQA,
+    "diff_v1, qk_norm": DIFF | GQA | {"qk_norm": True},
     "llama": SOFTMAX,
     "llama, tied": SOFTMAX | {"tied_embeddings": True},
     "llama 3": SOFTMAX | {"rope_scaling": LLAMA3},
@@ -50,7 +51,7 @@ KINDS: dict[str, dict[str, object]] = {
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
     "qwen3": SOFTMAX | {"qk_norm": True},
     "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
-    "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3},
+    "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3, "qk_norm": True},
     "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True, "rope_scaling": YARN | MSCALE},
     "grouped, its own lambda": RATIO
     | {

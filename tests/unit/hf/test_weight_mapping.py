@@ -73,6 +73,9 @@ def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
             for part in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 weights[attention + part] = torch.randn(d, generator=generator) * 0.3
             norm(attention + "head_norm", 2 * d)
+        if model.attention.kinds[0].qk_norm:
+            norm(attention + "q_norm", d)
+            norm(attention + "k_norm", d)
         matrix(attention + "linear_proj.weight", hidden, maps * h * d)
         norm(layer + "pre_mlp_layernorm.weight", hidden)
         matrix(layer + "mlp.linear_fc1.weight", 2 * ffn, hidden)
@@ -129,6 +132,11 @@ def _paper_logits(
         # Each group has its query heads, one key and one value, in this order.
         heads = list(rows.split(d, dim=1))
         groups = [heads[g : g + repeat + 2] for g in range(0, len(heads), repeat + 2)]
+        if attention + "q_norm" in w:
+            for group in groups:
+                for n in range(repeat + 1):
+                    norm = w[attention + ("q_norm" if n < repeat else "k_norm")]
+                    group[n] = rms_norm(group[n], eps) * norm
         outputs = []
         if model.attention.kind == "diff_v1":
             lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (i + first_layer - 1))

@@ -70,6 +70,25 @@ def test_diffllama_computes_the_papers_equations(
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
+def test_v1_with_qk_norm_is_exported_as_grouped_and_imported_again(tmp_path: Path) -> None:
+    recipe = make_recipe(**DIFF, **GQA, qk_norm=True)
+    weights = make_weights(recipe.model)
+    expected = paper_logits(weights, recipe.model, make_tokens())
+    out = export(recipe, tmp_path / "hf")
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["GroupedDiffForCausalLM"]
+    assert verify_export(out, make_tokens(), expected).relative < 1e-5
+    difference = import_model(out, tmp_path / "run")
+    assert difference is not None
+    assert difference.relative < 1e-5
+    imported = open_checkpoint(tmp_path / "run/checkpoints/step_00000000")
+    (kind,) = imported.recipe.model.attention.kinds
+    own = recipe.model.attention.kinds[0].model_dump()
+    assert kind.model_dump() == own | {"kind": "grouped", "signal_per_noise": 1}
+    for name in imported.tensors.names():
+        assert torch.equal(imported.tensors.read_tensor("weight", name), weights[name]), name
+
+
 # These models have odd numbers of heads, which the baseline of DIFF V1 cannot have. ``NINE`` has
 # the numbers of heads of SmolLM2-135M.
 NINE = {"kind": "softmax", "num_heads": 9, "num_kv_heads": 3, "hidden_size": 72}

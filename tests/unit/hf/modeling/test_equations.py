@@ -51,14 +51,14 @@ class Case(NamedTuple):
 
 V2 = [
     Case("diff_v2", 1, 8, 4),
-    Case("diff_v2", 1, 8, 2),
+    Case("diff_v2", 1, 8, 2, (("qk_norm", True),)),
     Case("diff_v2", 2, 12, 2, (("tie_word_embeddings", True),)),
     Case("diff_v2", 4, 10, 2),
 ]
 GROUPED = [
     Case("grouped_diff", 1, 8, 4, (("tie_word_embeddings", True),)),
     Case("grouped_diff", 1, 8, 8, (("headwise_norm", False), ("lambda_init", 0.4))),
-    Case("grouped_diff", 2, 12, 4),
+    Case("grouped_diff", 2, 12, 4, (("qk_norm", True),)),
     Case("grouped_diff", 4, 10, 4, (("lambda_init", 0.7),)),
 ]
 CASES = V2 + GROUPED
@@ -125,6 +125,16 @@ def rows(matrix: Tensor, head: int, width: int, inputs: list[Tensor]) -> list[Te
     return [matrix[head * width : (head + 1) * width] @ x for x in inputs]
 
 
+def normed_rows(
+    w: dict[str, Tensor], part: str, case: Case, head: int, inputs: list[Tensor]
+) -> list[Tensor]:
+    """Return the rows of a query head ("q") or a key head ("k"), normalized with ``qk_norm``."""
+    each = rows(w[f"{part}_proj.weight"], head, SIZES["head_dim"], inputs)
+    if not dict(case.more).get("qk_norm"):
+        return each
+    return [rms_norm(x, w[f"{part}_norm.weight"]) for x in each]
+
+
 def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
     d, r = SIZES["head_dim"], case.ratio
     heads = []
@@ -132,8 +142,8 @@ def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
         j = n // (case.queries // case.keys)
         heads.append(
             attention(
-                rows(w["q_proj.weight"], n, d, inputs),
-                rows(w["k_proj.weight"], j, d, inputs),
+                normed_rows(w, "q", case, n, inputs),
+                normed_rows(w, "k", case, j, inputs),
                 rows(w["v_proj.weight"], j, d, inputs),
             )
         )
@@ -165,11 +175,11 @@ def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
         j = m // (noises // pairs)
         value = rows(w["v_proj.weight"], j, 2 * d, inputs)
         first = attention(
-            rows(w["q_proj.weight"], n, d, inputs), rows(w["k_proj.weight"], j, d, inputs), value
+            normed_rows(w, "q", case, n, inputs), normed_rows(w, "k", case, j, inputs), value
         )
         second = attention(
-            rows(w["q_proj.weight"], signals + m, d, inputs),
-            rows(w["k_proj.weight"], pairs + j, d, inputs),
+            normed_rows(w, "q", case, signals + m, inputs),
+            normed_rows(w, "k", case, pairs + j, inputs),
             value,
         )
         for s in range(len(inputs)):
