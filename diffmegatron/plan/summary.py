@@ -8,6 +8,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
 from diffmegatron.files import shorten
+from diffmegatron.hf.kinds import exported_class
 from diffmegatron.model.accounting.activations import BYTES
 from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices
 from diffmegatron.model.accounting.hardware import ACCELERATORS
@@ -35,6 +36,7 @@ class Plan:
     Attributes:
         attention: name of the kind of attention.
         heads: description of the kind's heads in words.
+        exported_class: name of the Hugging Face class of an export; None if it will be refused.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.
@@ -50,6 +52,7 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    exported_class: str | None
     kv_cache_bytes_per_token: int
     baseline_num_heads: int
     baseline_parameters: int
@@ -128,6 +131,7 @@ def plan_recipe(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
+        exported_class=exported_class(attention, model.hidden_size),
         kv_cache_bytes_per_token=cache,
         baseline_num_heads=baseline.attention.num_heads,
         baseline_parameters=count_parameters(baseline).total,

@@ -90,6 +90,13 @@ def export_problem(attention: LayerKinds, hidden_size: int) -> str | None:
     return None
 
 
+def exported_class(attention: LayerKinds, hidden_size: int) -> str | None:
+    """Return the name of the model class of an export; None if the export will be refused."""
+    if export_problem(attention, hidden_size) is not None:
+        return None
+    return NetworkExport(attention, hidden_size).hugging_face().architecture
+
+
 def model_types() -> list[str]:
     """Return all Hugging Face model types that can be imported."""
     return [*(name for export in EXPORTS.values() for name in export.model_types), MIXED]

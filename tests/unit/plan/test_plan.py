@@ -89,6 +89,20 @@ def test_warnings_name_the_questionable_numbers(overrides, ranks, said):
     assert [warning for warning in warnings if said in warning], warnings
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "DiffLlamaForCausalLM"),
+        (["model.attention.qk_norm=true"], "GroupedDiffForCausalLM"),
+        (["model.attention.qk_norm=true", "model.baseline=true"], "Qwen3ForCausalLM"),
+        (["model.attention.headwise_norm=false"], "none"),
+    ],
+)
+def test_the_class_of_the_export_is_printed(overrides, name):
+    (line,) = (row for row in printed(plan_recipe(load(*overrides))).splitlines() if "class" in row)
+    assert name in line
+
+
 def test_the_learning_rate_of_a_large_differential_model_is_warned_about():
     high = load("optimizer.lr=1e-4", path=LARGE)
     assert any("loss spikes" in warning for warning in plan_recipe(high).warnings)
