@@ -33,6 +33,8 @@ def random_kind(draw: random.Random) -> dict[str, Any]:
     if kind == "softmax":
         extra = draw.choice([None, None, "qk_norm", "qkv_bias", "headwise_norm"])
         values |= {} if extra is None else {extra: True}
+    else:
+        values["qk_norm"] = draw.choice([True, False])
     if kind in ("diff_v1", "grouped"):
         values["headwise_norm"] = draw.choice([True, False])
         if draw.choice([True, False]):
