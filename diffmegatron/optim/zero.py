@@ -57,7 +57,7 @@ class Fragment:
 class ZeroEngine:
     """Network with AdamW and gradient clipping, run by DeepSpeed.
 
-    ZeRO partitions the optimizer's state over the ranks of ``parallel_state.data_group``.
+    ZeRO partitions the optimizer's state over the ranks of ``parallel_state.data_context_group``.
     """
 
     def __init__(self, network: Network, recipe: Recipe, parallel_state: ParallelState) -> None:
@@ -86,7 +86,7 @@ class ZeroEngine:
         if (gradients := flat_gradients(self._optimizer)) is not None:
             self._engine.enable_backward_allreduce = False
             self._reduction = GradientReduction(
-                gradients, network, parallel_state.data_group, REDUCE_BUCKET
+                gradients, network, parallel_state.data_context_group, REDUCE_BUCKET
             )
             self._shared_gradients = [
                 gradient
@@ -96,11 +96,11 @@ class ZeroEngine:
             ]
         else:
             sum_in_backward(shared, parallel_state.tensor_group)
-        has_peers = parallel_state.data_group.size() > 1
+        has_peers = parallel_state.data_context_group.size() > 1
         self._overlaps = has_peers and recipe.parallel.overlaps_gradients
         self._partition = partition_of(self._optimizer)
-        self._exact = ExactValues(rounded, self._partition, parallel_state.data_group)
-        self._frozen = FrozenWeights(network, parallel_state.data_group)
+        self._exact = ExactValues(rounded, self._partition, parallel_state.data_context_group)
+        self._frozen = FrozenWeights(network, parallel_state.data_context_group)
         self._optimizer.optimizer.decaying_rows = decaying_rows(self._partition, network)
 
     def __enter__(self) -> Self:

@@ -58,8 +58,8 @@ class ParallelState:
         return self.rank == 0
 
     @property
-    def data_group(self) -> ProcessGroup:
-        """Ranks that have the same shard of the model: the data x context parallel ranks."""
+    def data_context_group(self) -> ProcessGroup:
+        """Data x context parallel ranks, which have the same shard of the model."""
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     @property

@@ -83,7 +83,7 @@ def _sequence(length: int) -> Batch:
 
 
 def _sum(value: torch.Tensor, parallel_state: ParallelState) -> float:
-    distributed.all_reduce(value, group=parallel_state.data_group)
+    distributed.all_reduce(value, group=parallel_state.data_context_group)
     return value.item()
 
 
@@ -91,7 +91,7 @@ def _gradient_norm(network: torch.nn.Module, parallel_state: ParallelState) -> f
     squares = torch.zeros(())
     for parameter in network.parameters():
         assert parameter.grad is not None
-        distributed.all_reduce(parameter.grad, group=parallel_state.data_group)
+        distributed.all_reduce(parameter.grad, group=parallel_state.data_context_group)
         squares += parameter.grad.square().sum()
     return squares.sqrt().item()
 

@@ -60,7 +60,7 @@ def _train(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> tuple[str, str]:
     all_reduce = distributed.all_reduce
 
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
-        group = parallel_state.data_group
+        group = parallel_state.data_context_group
 
         def recording(tensor: torch.Tensor, *args: object, **kwargs: object):
             # Single numbers are counts and losses, not gradients.

@@ -97,7 +97,7 @@ def group_names(state: ParallelState) -> dict[str, str]:
 def _group(state: ParallelState, name: str) -> Any:
     if name == "embedding" and not (state.is_first_stage or state.is_last_stage):
         return None
-    return getattr(state, f"{name}_group")
+    return state.data_context_group if name == "data" else getattr(state, f"{name}_group")
 
 
 def label(recorder: Recorder, network: Network, engine: ZeroEngine) -> None:

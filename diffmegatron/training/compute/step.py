@@ -194,7 +194,7 @@ def _on_all_ranks(
         distributed.broadcast(whole, last, group=group)
     # Results of data-parallel ranks may differ in the last bit. Use the results of one rank, so
     # that all ranks make the same decisions.
-    group = parallel_state.data_group
+    group = parallel_state.data_context_group
     distributed.broadcast(whole, distributed.get_global_rank(group, 0), group=group)
     return whole
 
@@ -235,7 +235,7 @@ def _masked_sum(batch: Batch, losses: Tensor, observe: BatchObserver | None) -> 
 def _count(microbatches: Sequence[Batch], parallel_state: ParallelState) -> Tensor:
     """Return the number of counted tokens in the global batch, 0-dim float32."""
     count = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
-    distributed.all_reduce(count, group=parallel_state.data_group)
+    distributed.all_reduce(count, group=parallel_state.data_context_group)
     return count
 
 
@@ -315,7 +315,7 @@ def _sum_over_ranks(
     if losses:
         own = torch.stack(list(losses)).view(len(losses), -1).sum(0)
         total[: len(own)] += own
-    distributed.all_reduce(total, group=parallel_state.data_group)
+    distributed.all_reduce(total, group=parallel_state.data_context_group)
     if parallel_state.pipeline_size > 1:
         distributed.all_reduce(total, group=parallel_state.pipeline_group)
     return total[0], total[1]

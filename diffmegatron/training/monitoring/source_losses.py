@@ -58,7 +58,7 @@ class SourceLosses:
         """
         if len(self._names) == 1:
             return {}
-        distributed.all_reduce(self._sums, group=self._parallel_state.data_group)
+        distributed.all_reduce(self._sums, group=self._parallel_state.data_context_group)
         if self._parallel_state.pipeline_size > 1:
             distributed.all_reduce(self._sums, group=self._parallel_state.pipeline_group)
         values: dict[str, float] = {}
