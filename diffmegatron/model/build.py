@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.config.attention_backend import layer_backend
@@ -17,7 +16,6 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_layers
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.layers.layer_specs import available_host, final_norm, layer_spec
-from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.model.trainable import mark_trained
@@ -160,19 +158,3 @@ def _choose_backends(recipe: Recipe, parallel_state: ParallelState) -> list[str]
     for name, reason in dict.fromkeys(choices):
         log.info("attention backend %s: %s", name, reason)
     return [name for name, _ in choices]
-
-
-def lambda_by_layer(network: Network) -> dict[int, Tensor]:
-    """Return lambda (0-dim) of each differential layer on this rank; keys are layer numbers from 1.
-
-    If lambda depends on the token, the value is the mean over the heads and tokens of this rank in
-    the last forward pass. Before the first forward pass, such a layer is missing.
-    """
-    found = {}
-    for module in network.modules():
-        if isinstance(module, SelfAttention):
-            value = module.kind.current_lambda(module)
-            value = module.observed.get("lambda") if value is None else value
-            if value is not None:
-                found[module.layer_number] = value.detach()
-    return found

@@ -323,9 +323,25 @@ class Network(torch.nn.Module):
 
     def at_step(self, step: int) -> None:
         """Set the number of completed training steps, which some kinds of attention use."""
-        for module in self.modules():
-            if isinstance(module, SelfAttention):
-                module.step = step
+        for layer in self._attention_layers():
+            layer.step = step
+
+    def lambda_by_layer(self) -> dict[int, Tensor]:
+        """Return lambda (0-dim) of each differential layer on this rank, by layer number from 1.
+
+        If lambda depends on the token, the value is the mean over the heads and tokens of this rank
+        in the last forward pass. Before the first forward pass, such a layer is missing.
+        """
+        found = {}
+        for layer in self._attention_layers():
+            value = layer.kind.current_lambda(layer)
+            value = layer.observed.get("lambda") if value is None else value
+            if value is not None:
+                found[layer.layer_number] = value.detach()
+        return found
+
+    def _attention_layers(self) -> Iterator[SelfAttention]:
+        return (module for module in self.modules() if isinstance(module, SelfAttention))
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Run the only virtual stage.

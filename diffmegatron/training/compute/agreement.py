@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from diffmegatron.model.build import lambda_by_layer
 from diffmegatron.model.network import Network
 from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.step import LossSum
@@ -68,7 +67,7 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
     lambda that depends on the token is also averaged over this rank's tokens in the last forward
     pass. A name is, for example, ``attn/lambda_layer_01``.
     """
-    own = lambda_by_layer(network)
+    own = network.lambda_by_layer()
     if own and parallel_state.tensor_size > 1:
         means = torch.stack(list(own.values()))
         distributed.all_reduce(means, group=parallel_state.tensor_group)

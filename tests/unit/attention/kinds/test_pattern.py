@@ -26,7 +26,7 @@ from diffmegatron.hf.kinds import NetworkExport
 from diffmegatron.model.accounting.flops import count_flops
 from diffmegatron.model.accounting.memory import rank_parameters
 from diffmegatron.model.accounting.parameters import count_parameters
-from diffmegatron.model.build import build_model, lambda_by_layer
+from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.plan.rehearse import small_recipe
@@ -152,7 +152,7 @@ def test_plan_counts_the_parameters_of_the_network(pattern_recipe):
             for shard in shards
         }
         counted = sum(parameter.numel() for parameter in network.parameters())
-        lambdas = lambda_by_layer(network)
+        lambdas = network.lambda_by_layer()
     assert built == {tensor.name: tensor.shape for tensor in network_tensors(recipe.model)}
     assert plan_recipe(recipe).parameters.total == counted
     assert sum(rank_parameters(recipe, 0)) == counted
