@@ -13,7 +13,7 @@ from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.parallel.engine_imports import importing_engines
-from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.launcher import check_launch
 from diffmegatron.training.hook import HOOKS, Hook
 from diffmegatron.training.monitoring.progress import print_line
 
@@ -48,7 +48,7 @@ def train(
             loss spikes stopped the run; ``run_dir`` was moved or removed; or the last save failed.
     """
     stages = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
-    read_launch()
+    check_launch()
     with importing_engines():
         from diffmegatron.training.trainer import train_stages
 
@@ -79,7 +79,7 @@ def export(
         UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the
             written files differ by more than the tolerance.
     """
-    read_launch()
+    check_launch()
     directory = Path(checkpoint)
     if (newest := newest_checkpoint(directory)) is not None:
         directory = newest
@@ -120,7 +120,7 @@ def evaluate(
         UserError: a target is not a model, a suite does not support a target, data is missing, or
             ``out`` holds an evaluation of other targets or with other settings.
     """
-    read_launch()
+    check_launch()
     with importing_engines():
         from diffmegatron.evaluation.evaluate import evaluate as run
         from diffmegatron.evaluation.evaluate_settings import EvaluateSettings

@@ -40,9 +40,9 @@ def select(
     Run the command as one process, or under torchrun with overrides such as parallel.tensor=2. The
     scores of all heads (.scores.json) and a picture (.png) are written beside OUT.
     """
-    from diffmegatron.parallel.launcher import read_launch
+    from diffmegatron.parallel.launcher import check_launch
 
-    read_launch()
+    check_launch()
     from diffmegatron.dex.select_heads import select_heads
 
     selection = select_heads(

@@ -138,9 +138,9 @@ def import_(
     Example: diffmegatron import SmolLM2-135M runs/smollm2
     """
     from diffmegatron.parallel.engine_imports import importing_engines
-    from diffmegatron.parallel.launcher import read_launch
+    from diffmegatron.parallel.launcher import check_launch
 
-    read_launch()
+    check_launch()
     with importing_engines():
         from diffmegatron.hf.import_model import import_model
 

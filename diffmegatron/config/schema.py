@@ -45,6 +45,10 @@ class Recipe(RecipeSections):
         """Return the data-parallel size on ``world_size`` ranks."""
         return data_parallel_size(self, world_size)
 
+    def check_ranks(self, world_size: int) -> None:
+        """Raise UserError if the layout and the batch do not fit ``world_size`` ranks."""
+        self.data_parallel(world_size)
+
     def num_microbatches(self, world_size: int) -> int:
         """Return the number of microbatches per step of each data-parallel rank."""
         per_microbatch = self.data_parallel(world_size) * self.training.micro_batch_size

@@ -70,7 +70,7 @@ def select_heads(
     directory = CheckpointStore(model).latest() or model
     step = read_checkpoint_manifest(directory).step
     recipe = _calibration_recipe(directory / RECIPE, data, sequences, overrides)
-    recipe.data_parallel(read_launch().ranks)
+    recipe.check_ranks(read_launch().ranks)
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         checkpoint = open_together(directory, parallel_state)
         network = load_network(checkpoint, recipe, parallel_state)

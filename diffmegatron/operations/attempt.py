@@ -3,13 +3,10 @@
 import os
 import shlex
 import socket
-import subprocess
 import zlib
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import diffmegatron
 from diffmegatron.attempts.decision import Cause
 from diffmegatron.attempts.ends import ATTEMPT, EXIT_STOPPED
 from diffmegatron.attempts.ledger import (
@@ -23,8 +20,8 @@ from diffmegatron.attempts.ledger import (
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import escape, format_path, shorten
+from diffmegatron.operations.installed_code import git_commit, library_versions
 
-_LIBRARIES = ("torch", "megatron-core", "deepspeed", "triton")
 _EXIT_FAULTS, _EXIT_RESTART = 1, 69
 # Linux itself assigns ports from 32768 to 60999, and Kubernetes from 30000 to 32767.
 _PORTS = range(20_000, 30_000)
@@ -44,13 +41,19 @@ def begin(
     """
     ranks = _num_ranks()
     job = os.environ.get("SLURM_JOB_ID", "")
-    facts = Facts(job=job, nodes=tuple(nodes), ranks=ranks, versions=versions(), commit=commit())
+    facts = Facts(
+        job=job,
+        nodes=tuple(nodes),
+        ranks=ranks,
+        versions=library_versions(),
+        commit=git_commit(),
+    )
     ledger = None if run_dir is None else Ledger(run_dir)
     try:
         recipes = load_stages(config, overrides)
         ledger = ledger_of(recipes)
         for recipe in recipes:
-            recipe.data_parallel(ranks)
+            recipe.check_ranks(ranks)
         address = _address(nodes)
         attempt = ledger.begin(recipes, facts)
     except UserError as error:
@@ -120,30 +123,6 @@ def describe_attempt(attempt: Attempt) -> str:
     """Describe an ended attempt in one line."""
     faults = f", fault {attempt.faults} of {MAX_FAULTS}" if attempt.cause == Cause.FAULT else ""
     return f"attempt {attempt.number}: {attempt.cause}{faults}: {escape(attempt.reason)}"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of this package and of installed libraries, without importing them."""
-    found = {"diffmegatron": diffmegatron.__version__}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """Return this package's git commit, with ``-dirty`` if files were changed; None if unknown."""
-    folder = Path(diffmegatron.__file__).parent.parent
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "describe_attempt", "--always", "--dirty", "--abbrev=40"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() or None
 
 
 def _num_ranks() -> int:

@@ -23,7 +23,7 @@ from diffmegatron.data.index.corpus_manifest import check_sizes, read_corpus_man
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters
-from diffmegatron.operations.attempt import commit, versions
+from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.section import Section
@@ -178,8 +178,8 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
 
 
 def _versions() -> dict[str, str]:
-    found, revision = versions(), commit()
-    return found if revision is None else found | {"commit": revision}
+    commit = git_commit()
+    return library_versions() | ({} if commit is None else {"commit": commit})
 
 
 def _product_seconds() -> float:

@@ -87,7 +87,7 @@ def check(attention_kinds: Sequence[str], overrides: Sequence[str]) -> dict[str,
             f"run_dir={RUNS}/{name}",
         ]
         recipe = load_recipe(CONFIG, names[name])
-        recipe.data_parallel(ranks())
+        recipe.check_ranks(ranks())
         if not recipe.data.validation_fraction or not recipe.training.eval_batches:
             raise UserError(
                 "data.validation_fraction or training.eval_batches is 0, and quickstart reports "

@@ -66,6 +66,11 @@ def read_launch() -> LaunchEnvironment:
     )
 
 
+def check_launch() -> None:
+    """Raise UserError if the launcher's environment variables are incomplete or wrong."""
+    read_launch()
+
+
 def _set(name: str) -> bool:
     return bool(os.environ.get(name))
 

@@ -180,7 +180,7 @@ def _valid(recipe: Recipe, layout: Changes, world_size: int) -> Iterator[tuple[C
             merged[section] = getattr(recipe, section).model_dump() | keys
         try:
             changed = Recipe.model_validate(merged)
-            changed.data_parallel(world_size)
+            changed.check_ranks(world_size)
         except (ValidationError, UserError):
             continue
         yield changes, changed
@@ -267,7 +267,7 @@ def _reason(recipe: Recipe, world_size: int) -> str:
     plain = {"parallel": {}, "training": recipe.training.model_dump() | {"micro_batch_size": 1}}
     sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
     try:
-        validated(Recipe, sections | plain, "with data parallelism alone").data_parallel(world_size)
+        validated(Recipe, sections | plain, "with data parallelism alone").check_ranks(world_size)
     except UserError as error:
         return str(error)
     return (

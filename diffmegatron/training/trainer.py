@@ -51,7 +51,7 @@ def train_stages(
     """
     launch = read_launch()
     for recipe in recipes:
-        recipe.data_parallel(launch.ranks)
+        recipe.check_ranks(launch.ranks)
         check_installed(recipe.training.wandb)
     with default_group():
         unfinished = _unfinished(recipes) if len(recipes) > 1 else list(recipes)

@@ -11,6 +11,7 @@ from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
 from tests import forks
+from tests.paths import ROOT
 from tests.ranks import meeting_at, serve_store
 
 GOOD = Findings(
@@ -69,6 +70,10 @@ def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, ca
     check_nodes([tiny_recipe()], tmp_path)
     (found,) = json.loads((tmp_path / "preflight.json").read_text())
     assert found["problem"] == "" and found["versions"]["torch"]
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        assert found["versions"]["commit"].removesuffix("-dirty") == head
     assert min(found[name] for name in ("product_seconds", "write_rate", "space", "clock")) > 0
     assert capsys.readouterr().out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
     assert list((tmp_path / "run").iterdir()) == [], "the checks must remove their file"
