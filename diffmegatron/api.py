@@ -60,13 +60,19 @@ def train(
 
 
 def export(
-    checkpoint: str | PathLike[str], out: str | PathLike[str], *, verify: bool = True
+    checkpoint: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    serving: bool = False,
+    verify: bool = True,
 ) -> "Verified | None":
     """Convert a checkpoint to a folder that Hugging Face transformers can load.
 
     Args:
         checkpoint: a checkpoint directory, or a ``run_dir`` whose newest checkpoint is exported.
         out: directory to create.
+        serving: whether to export ``diff_v1`` as a class with one attention call per layer, which
+            serving engines require, instead of ``DiffLlamaForCausalLM``.
         verify: whether to load the written files and compare their logits with the logits of the
             training network.
 
@@ -88,7 +94,7 @@ def export(
     with importing_engines():
         from diffmegatron.hf.export_checkpoint import export_checkpoint
 
-    return export_checkpoint(directory, Path(out), verify=verify)
+    return export_checkpoint(directory, Path(out), serving=serving, verify=verify)
 
 
 def evaluate(

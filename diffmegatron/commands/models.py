@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import typer
@@ -101,6 +102,12 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create")],
+    serving: Annotated[
+        bool,
+        typer.Option(
+            "--serving", help="Export diff_v1 as a class that vLLM loads; other kinds always are"
+        ),
+    ] = False,
     verify: Annotated[bool, typer.Option(help="Compare logits with the trained network's")] = True,
 ) -> None:
     """Export a checkpoint to a Hugging Face folder.
@@ -110,10 +117,13 @@ def export(
     """
     from diffmegatron import api
 
-    verified = api.export(checkpoint, out, verify=verify)
+    verified = api.export(checkpoint, out, serving=serving, verify=verify)
+    from diffmegatron.hf.write_export import loading_code
+
     print(f"wrote {out}")
     if verified is not None:
         print(verified)
+    print(f"load it with\n\n{indent(loading_code(out), '    ')}")
 
 
 def import_(

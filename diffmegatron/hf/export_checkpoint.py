@@ -15,6 +15,7 @@ from diffmegatron.config.tensors import LORA_A, LORA_B
 from diffmegatron.config.trainable_patterns import is_lora
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.hf.kinds import in_one_call
 from diffmegatron.hf.pretrained_files import Original, find_original
 from diffmegatron.hf.weight_mapping import table
 from diffmegatron.hf.write_export import SUMMATION, Verified, verify_export, write_export
@@ -33,7 +34,12 @@ _SAMPLE = (
 
 
 def export_checkpoint(
-    directory: Path, out: Path, *, verify: bool = True, tokens: Tensor | None = None
+    directory: Path,
+    out: Path,
+    *,
+    serving: bool = False,
+    verify: bool = True,
+    tokens: Tensor | None = None,
 ) -> Verified | None:
     """Write a checkpoint as a Hugging Face model; compare its logits with the training network's.
 
@@ -41,6 +47,8 @@ def export_checkpoint(
 
     Args:
         directory: directory of the checkpoint.
+        serving: whether to export ``diff_v1`` as a class with one attention call per layer, which
+            serving engines require. The exports of all other kinds have such a class in any case.
         verify: whether to compare the logits. Both models must then fit into memory in float32.
         tokens: ids [b, s] for the comparison, b * s <= 256; None: the ids of a short built-in text.
     """
@@ -48,7 +56,7 @@ def export_checkpoint(
     # Verify the checksums, because the comparison cannot find damaged weights: both models would
     # have them.
     checkpoint = open_checkpoint(directory)
-    recipe = checkpoint.recipe
+    recipe = serving_form(checkpoint.recipe) if serving else checkpoint.recipe
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     original = find_original(recipe)
     dtype = DTYPES[recipe.training.precision]
@@ -86,6 +94,13 @@ def export_checkpoint(
         chat=isinstance(layouts, list) and "chat" in layouts and "template" not in layouts,
         verify=compare if verify else None,
     )
+
+
+def serving_form(recipe: Recipe) -> Recipe:
+    """Return a recipe of the same network whose Hugging Face class has one call per layer."""
+    attention = in_one_call(recipe.model.attention, recipe.model.hidden_size)
+    model = recipe.model.model_copy(update={"attention": attention})
+    return recipe.model_copy(update={"model": model})
 
 
 def _rounded_differently(

@@ -199,7 +199,7 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
             # Without this, config.json could name an attention kernel to download.
             attn_implementation="sdpa",
             local_files_only=True,
-            trust_remote_code=_carries_our_code(directory),
+            trust_remote_code=has_own_code(directory),
             output_loading_info=True,
             use_safetensors=True,
         )
@@ -218,7 +218,20 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     return logit_difference(logits, expected.to(logits))
 
 
-def _carries_our_code(directory: Path) -> bool:
+def loading_code(directory: Path) -> str:
+    """Return lines of Python that load an export with transformers."""
+    path = repr(str(directory))
+    code = ", trust_remote_code=True" if has_own_code(directory) else ""
+    # Without False, AutoTokenizer asks whether to run the model's code, which it does not need.
+    no_code = ", trust_remote_code=False" if code else ""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({path}{code})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({path}{no_code})"
+    )
+
+
+def has_own_code(directory: Path) -> bool:
     """Return whether a directory has an exact copy of this package's code for its model type."""
     model_type = read_json(directory / CONFIG_NAME, dict[str, Any])["model_type"]
     ours = remote_files(model_type)

@@ -6,7 +6,14 @@ from . import diff_v2 as diff_v2
 from . import grouped as grouped
 from . import softmax as softmax
 from .export import Export, register_export
-from .network import NetworkExport, export_problem, exported_class, model_types, read_attention
+from .network import (
+    NetworkExport,
+    export_problem,
+    exported_class,
+    in_one_call,
+    model_types,
+    read_attention,
+)
 from .weight_rules import HuggingFace, WeightRule
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "WeightRule",
     "export_problem",
     "exported_class",
+    "in_one_call",
     "model_types",
     "read_attention",
     "register_export",

@@ -69,6 +69,12 @@ class NetworkExport:
             _check_parameters(kind, self.hidden_size, rules, "ours")
 
 
+def in_one_call(attention: LayerKinds, hidden_size: int) -> LayerKinds:
+    """Return the same attention in kinds whose exported classes have one attention call a layer."""
+    exports = [export_of(each, hidden_size).beside_others() for each in attention.kinds]
+    return attention.model_copy(update={"kinds": tuple(each.kind for each in exports)})
+
+
 def _check_parameters(
     kind: AttentionKind, hidden_size: int, rules: Iterable[WeightRule], ours: str
 ) -> None:

@@ -3,6 +3,7 @@
 
 from typing import Any, ClassVar
 
+import transformers
 from transformers import PretrainedConfig
 from transformers.utils.versions import require_version
 
@@ -90,13 +91,17 @@ class DiffBaseConfig(PretrainedConfig):
             "AutoModelForCausalLM": f"modeling_{kind}.{name}ForCausalLM",
         }
         kwargs.setdefault("auto_map", auto_map)
+        for key in ("rope_theta", "rope_scaling"):
+            kwargs.pop(key, None)
+        if transformers.__version__.startswith("4."):
+            kwargs |= rope_of_transformers_4(rope_parameters)
         # Without these arguments, transformers 4 would set other values, such as tied embeddings.
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,
             tie_word_embeddings=tie_word_embeddings,
-            **rope_of_transformers_4(rope_parameters) | kwargs,
+            **kwargs,
         )
 
     def _check_attention(self) -> None:
@@ -123,11 +128,11 @@ def count_noise_heads(num_query_heads: int, signal_per_noise: int) -> int:
 
 
 def rope_of_transformers_4(rope_parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling``, which transformers 4 reads.
+    """Return ``rope_theta`` and, for a scaled RoPE, ``rope_scaling``, which transformers 4 reads.
 
-    transformers 5 converts these two keys to ``rope_parameters`` and does not save them.
+    transformers 5 reads ``rope_parameters`` instead, and warns of ``rope_scaling``.
     """
     scaling = dict(rope_parameters or {})
     theta = scaling.pop("rope_theta", 10_000.0)
     is_scaled = scaling.get("rope_type", "default") != "default"
-    return {"rope_theta": theta, "rope_scaling": scaling if is_scaled else None}
+    return {"rope_theta": theta} | ({"rope_scaling": scaling} if is_scaled else {})

@@ -23,11 +23,13 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.hf import tokenizer as hf_tokenizer
 from diffmegatron.hf.atomic_directory import atomic_directory
+from diffmegatron.hf.export_checkpoint import serving_form
 from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
 from diffmegatron.hf.write_export import (
     Verified,
+    loading_code,
     logit_difference,
     verify_export,
     write_export,
@@ -188,6 +190,19 @@ def test_generation_with_cache_equals_without(kind: dict[str, str], tmp_path: Pa
     ]
     assert texts[0].shape[1] > 10
     assert torch.equal(*texts)
+
+
+def test_the_form_for_serving_has_the_logits_of_diffllama(tmp_path: Path) -> None:
+    recipe, tokens = make_recipe(**DIFF, **GQA), make_tokens()
+    logits = []
+    for name, form in (("v1", recipe), ("serving", serving_form(recipe))):
+        weights = make_weights(recipe.model)
+        write_export(weights, form, load_tokenizer("bytes"), tmp_path / name, torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=False)
+        logits.append(model(tokens).logits)
+        assert repr(str(tmp_path / name)) in (code := loading_code(tmp_path / name))
+        assert ("trust_remote_code=True" in code) == (name == "serving")
+    assert logit_difference(*logits).relative < 1e-5
 
 
 def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
