@@ -35,7 +35,7 @@ OPTIONAL = {
     "lm-eval": "suite lm-eval; pip install -e '.[evaluation]'",
     "httpx2": "suite hallucination by a URL; pip install -e '.[evaluation]'",
     "math-verify": "suite math; pip install -e '.[evaluation]'",
-    "vllm": "evaluate --engine vllm; pip install vllm",
+    "vllm": "evaluate and generate --engine vllm; pip install vllm",
     "wandb": "training.wandb; pip install -e '.[wandb]'",
 }
 LAUNCH_VARIABLES = (

@@ -68,7 +68,7 @@ def evaluate(
     group = default_group(_TIMEOUT) if ranks.count > 1 else nullcontext()
     with group, lock if ranks.is_main else nullcontext():
         ranks.barrier()
-        targets = find_targets(paths, out)
+        targets = find_targets(paths, out, serving=settings.engine == "vllm")
         export_targets(targets, ranks)
         suites = make_suites(names, options, overrides, lambda: shortest_context(targets))
         if settings.engine == "vllm":

@@ -20,12 +20,8 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Device, precision, batch size and engine of an evaluation.
-
-    ``batch_tokens`` limits the tokens of a batch, including padding and tokens to generate. A
-    request with more tokens is a batch by itself.
-    """
+class Engine:
+    """Device, precision and engine of a model."""
 
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -36,13 +32,9 @@ class Computing:
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one")
     ] = "auto"
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of tokens of a batch  [default: auto]"),
-    ] = None
     engine: Annotated[
         Literal["transformers", "vllm"],
-        typer.Option(help="Library that runs the models; vllm only generates free text"),
+        typer.Option(help="Library that runs the models; vllm does not show attention"),
     ] = "transformers"
 
     def __post_init__(self) -> None:
@@ -61,11 +53,6 @@ class Computing:
 
         return self.device != "cpu" and torch.cuda.is_available()
 
-    def tokens(self, *, is_generation: bool) -> int:
-        """Return ``batch_tokens``, or the default for generation or scoring on this device."""
-        on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
-        return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
-
     def dtype_of(self, target: "Target") -> str:
         """Return the name of the dtype that a target's weights have in memory, such as float32."""
         import torch
@@ -74,6 +61,42 @@ class Computing:
             return self.dtype
         in_files = getattr(target.config, "dtype", None) or torch.float32
         return str(in_files).removeprefix("torch.") if self.is_gpu else "float32"
+
+
+@dataclass(frozen=True)
+class Computing(Engine):
+    """Device, precision, engine and batch size of an evaluation.
+
+    ``batch_tokens`` limits the tokens of a batch, including padding and tokens to generate. A
+    request with more tokens is a batch by itself.
+    """
+
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of tokens of a batch  [default: auto]"),
+    ] = None
+
+    def tokens(self, *, is_generation: bool) -> int:
+        """Return ``batch_tokens``, or the default for generation or scoring on this device."""
+        on_cpu = _CPU_GENERATION if is_generation else _CPU_SCORING
+        return self.batch_tokens or (_GPU if self.is_gpu else on_cpu)
+
+
+@dataclass(frozen=True)
+class GenerateSettings(Engine):
+    """The options of ``generate``; ``temperature`` 0 selects the most likely token."""
+
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of new tokens per prompt")
+    ] = 256
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most likely token, 1 samples")
+    ] = 0.0
+    seed: Annotated[int, typer.Option(help="Seed of the samples")] = 0
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Prompts are a user's messages, in the chat template"),
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,27 @@ class Model:
                     "GPU's memory; give --dtype bfloat16, shorter texts, or a larger GPU"
                 )
 
+    @torch.no_grad()
+    def stream(
+        self, ids: Sequence[int], count: int, temperature: float, seed: int
+    ) -> Iterator[int]:
+        """Yield ``count`` token ids that continue ``ids``, one after the other.
+
+        With ``temperature`` 0, each is the most likely token.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)
+        batch, cache = self.batch(ids), None
+        for _ in range(count):
+            step = self.network(batch, past_key_values=cache, use_cache=True)
+            logits, cache = step.logits[0, -1].float(), step.past_key_values
+            if temperature:
+                weights = (logits / temperature).softmax(-1)
+                token = int(torch.multinomial(weights, 1, generator=generator))
+            else:
+                token = int(logits.argmax())
+            yield token
+            batch = self.batch([token])
+
     def losses(self, ids: Sequence[int]) -> Tensor:
         """Return losses of ``ids[1:]`` in nats, float32 [len(ids) - 1], or raise NotFiniteError."""
         ((_, answer),) = self.answers([Scoring(ids[:1], [ids[1:]])])

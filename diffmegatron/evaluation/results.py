@@ -5,7 +5,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def _provenance(computing: Computing) -> dict[str, Any]:
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": torch.cuda.get_device_name() if computing.is_gpu else cpu,
         "versions": {"Python": platform.python_version()}
-        | {name: version(name) for name in libraries},
+        | {name: import_module(name).__version__ for name in libraries},
     }
 
 

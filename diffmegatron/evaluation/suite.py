@@ -99,6 +99,8 @@ class Suite(Section, ABC):
     Attributes:
         passes: names of the passes over :meth:`items` and :meth:`follow_ups` in progress lines.
         reads_attention: whether the suite needs attention logits or maps.
+        needs_network: whether the suite needs the network itself, not only answers to requests.
+            Suites that read attention do too.
         reads_runs: whether the suite reads only training records of runs and uses no network.
         is_parallel: whether several processes may score items at the same time.
         within_training: whether the suite can run during training, where logits and activations
@@ -114,16 +116,12 @@ class Suite(Section, ABC):
     passes: ClassVar[tuple[str, str]] = ("", "")
     published: ClassVar[tuple[Published, ...]] = ()
     reads_attention: ClassVar[bool] = False
+    needs_network: ClassVar[bool] = False
     reads_runs: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = True
     within_training: ClassVar[bool] = False
     direction: ClassVar[Direction | None] = None
     follow_up_settings: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def requests_only_free_text(self) -> bool:
-        """True if the suite requests only free text, not likelihoods, labels or activations."""
-        return False
 
     @property
     def needs_one_tokenizer(self) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -32,19 +32,21 @@ from diffmegatron.validation import describe_error, first_error
 class Target:
     """A model to evaluate; ``checkpoint`` is None for a Hugging Face folder.
 
-    ``exports`` is the folder for Hugging Face exports of checkpoints.
+    ``exports`` is the folder for Hugging Face exports of checkpoints. If ``serving`` is true, these
+    have the form that serving engines load.
     """
 
     name: str
     path: Path
     checkpoint: Path | None
     exports: Path
+    serving: bool = field(default=False, kw_only=True)
 
     @cached_property
     def folder(self) -> Path:
         """Hugging Face folder of the model; the first access exports a checkpoint if needed."""
         if self.checkpoint is not None and not self.export.exists():
-            export_checkpoint(self.checkpoint, self.export)
+            export_checkpoint(self.checkpoint, self.export, serving=self.serving)
         return self.export
 
     @cached_property
@@ -53,7 +55,8 @@ class Target:
         if self.checkpoint is None:
             return self.path
         step = read_checkpoint_manifest(self.checkpoint).step
-        return self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}"
+        form = "-serving" if self.serving else ""
+        return self.exports / f"{self.name}-step_{step:08d}-{self.fingerprint[:12]}{form}"
 
     @property
     def run_dir(self) -> Path | None:
@@ -138,18 +141,18 @@ class Target:
         return self.tokenizer.encode(text).tolist()
 
 
-def find_targets(paths: Sequence[Path], out: Path) -> list[Target]:
+def find_targets(paths: Sequence[Path], out: Path, *, serving: bool = False) -> list[Target]:
     """Return a target for each path: a Hugging Face folder, a checkpoint or a run_dir.
 
     A run_dir stands for its newest checkpoint. Checkpoints are exported into a folder below
-    ``out``, the directory of the evaluation.
+    ``out``, the directory of the evaluation, with ``serving`` in the form for serving engines.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(
             f"a target is given twice: {', '.join(map(format_path, paths))}; give each once"
         )
     return [
-        Target(name, path, _checkpoint(path), out / "exports")
+        Target(name, path, _checkpoint(path), out / "exports", serving=serving)
         for name, path in zip(_names(paths), paths, strict=True)
     ]
 

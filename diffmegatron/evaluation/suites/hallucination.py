@@ -5,7 +5,7 @@ The method is from Differential Transformer (Ye et al., tables 4 and 5) and Chua
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 from typing_extensions import override
@@ -164,7 +164,6 @@ class Hallucination(Suite):
     """
 
     name = "hallucination"
-    requests_only_free_text: ClassVar[bool] = True
     title = "Contextual hallucination, share of texts without it"
     description = (
         "The model summarises documents or answers questions about them; another model decides "

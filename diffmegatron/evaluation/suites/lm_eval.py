@@ -88,11 +88,6 @@ class LmEval(Suite):
     )
     apply_chat_template: bool = False
 
-    @property
-    @override
-    def requests_only_free_text(self) -> bool:
-        return all(each.OUTPUT_TYPE == "generate_until" for each in self._library.tasks.values())
-
     @override
     def check(self, target: Target) -> None:
         _harness()

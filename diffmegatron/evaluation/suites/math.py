@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, Field, FiniteFloat
 from typing_extensions import override
@@ -207,7 +207,6 @@ class Mathematics(Suite):
     """
 
     name = "math"
-    requests_only_free_text: ClassVar[bool] = True
     title = "Mathematics, accuracy"
     description = (
         "The model solves problems in words. An answer counts if it is mathematically equal to "

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -190,7 +190,6 @@ class Retrieval(Suite):
     name = "needle"
     direction = "higher"
     within_training = True
-    requests_only_free_text: ClassVar[bool] = True
     title = "Multi-needle retrieval, share of numbers found"
     description = (
         "Numbers are hidden in a long text and asked for at its end. The score is the share of "

@@ -34,6 +34,7 @@ class Throughput(Suite):
         "token by token (decoding), and forward with backward without an optimizer (training). "
         "On a CPU the peak memory is that of the whole process so far."
     )
+    needs_network = True
     # Processes on one machine would slow each other down.
     is_parallel = False
     published = (

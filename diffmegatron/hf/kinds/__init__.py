@@ -11,6 +11,7 @@ from .network import (
     export_problem,
     exported_class,
     in_one_call,
+    is_served,
     model_types,
     read_attention,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "export_problem",
     "exported_class",
     "in_one_call",
+    "is_served",
     "model_types",
     "read_attention",
     "register_export",

@@ -22,6 +22,7 @@ class DiffV1Export(Export[DiffV1]):
     """DiffLlama, or grouped attention with ``qk_norm`` or beside layers of other kinds."""
 
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
+    is_served: ClassVar[bool] = False
 
     @override
     def hugging_face(self) -> hf.HuggingFace:

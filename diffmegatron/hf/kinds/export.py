@@ -15,9 +15,11 @@ class Export(ABC, Generic[Kind]):
     """Conversion of the layers of one kind of attention to a class of Hugging Face, and back.
 
     ``model_types`` are the model types that ``diffmegatron import`` reads as this kind.
+    ``is_served`` is whether their class has one attention call per layer, as engines require.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
+    is_served: ClassVar[bool] = True
 
     def __init__(self, kind: Kind, hidden_size: int) -> None:
         self.kind, self.hidden_size = kind, hidden_size

@@ -119,6 +119,11 @@ def read_attention(config: Mapping[str, Any]) -> LayerKinds:
     )
 
 
+def is_served(model_type: str) -> bool:
+    """Return whether a model type has one attention call per layer, as serving engines require."""
+    return all(each.is_served for each in EXPORTS.values() if model_type in each.model_types)
+
+
 def _read_kind(config: Mapping[str, Any]) -> AttentionKind:
     name = config["model_type"]
     return next(each for each in EXPORTS.values() if name in each.model_types).read(config)

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+__version__ = "of the stand-in"
+
 
 @dataclass
 class SamplingParams:
@@ -58,6 +60,7 @@ class LLM:
         dtype: str = "auto",
         seed: int | None = None,
         trust_remote_code: bool = False,
+        hf_overrides: dict[str, object] | None = None,
     ) -> None:
         kind = getattr(torch, dtype)
         self._network = AutoModelForCausalLM.from_pretrained(model, dtype=kind).eval()

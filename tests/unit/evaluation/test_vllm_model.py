@@ -1,4 +1,4 @@
-"""Tests of ``--engine vllm`` with a stand-in for vLLM, because vLLM itself could not be run."""
+"""Tests of ``--engine vllm`` with a stand-in; tests/serving runs vLLM itself."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
 from diffmegatron.evaluation.model import Computing, Model
-from diffmegatron.evaluation.requests import Generation, LabelTree, Scoring
+from diffmegatron.evaluation.requests import Generation
 from diffmegatron.evaluation.targets import find_targets
 from diffmegatron.evaluation.vllm_model import VllmModel
 from tests.pretrained import write_pretrained
@@ -27,7 +27,6 @@ def served(**options: object) -> EvaluateSettings:
 @pytest.fixture
 def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(sys.modules, "vllm", stand_in_vllm)
-    monkeypatch.setattr("diffmegatron.evaluation.results.version", lambda name: f"of {name}")
     return write_pretrained(tmp_path / "llama", "llama 2", max_position_embeddings=512)
 
 
@@ -79,7 +78,7 @@ def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
         evaluate([llama], ["math"], out, chosen, settings)
         lines = (out / "math/llama.jsonl").read_text().splitlines()[1:]
         texts.append({each["item"]: each["text"] for each in map(json.loads, lines)})
-    assert "vllm of vllm" in (out / "report.md").read_text()
+    assert "vllm of the stand-in" in (out / "report.md").read_text()
     assert texts[0] == texts[1]
     assert all(texts[0].values())
     # A results file of the other engine must not be continued.
@@ -87,17 +86,24 @@ def test_a_generation_suite_has_the_same_texts_in_both_engines(llama, tmp_path):
         evaluate([llama], ["math"], tmp_path / "transformers", chosen, settings)
 
 
-@pytest.mark.parametrize("family", ["diffllama", "diff_v2", "grouped"])
-def test_differential_kinds_are_refused_by_name(family, llama, tmp_path):
-    folder = write_pretrained(tmp_path / "diff", family)
-    with pytest.raises(UserError, match=r"diff has model_type .\w+., which vLLM does not support"):
-        evaluate([llama, folder], ["needle"], tmp_path, served(haystack=tmp_path), [])
+def test_models_that_vllm_cannot_compute_are_refused(llama, tmp_path):
+    diffllama = write_pretrained(tmp_path / "v1", "diffllama")
+    changed = write_pretrained(tmp_path / "v2", "diff_v2")
+    with (changed / "modeling_diff_v2.py").open("a") as file:
+        file.write("# changed")
+    for folder, sentence in (
+        (diffllama, r"v1 has model_type 'diffllama', whose layers have two attention calls"),
+        (changed, r"v2 contains other code than this version's for model_type 'diff_v2'"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            evaluate([llama, folder], ["needle"], tmp_path, served(haystack=tmp_path), [])
 
 
 @pytest.mark.parametrize(
     ("suite", "computing", "said"),
     [
-        ("loss", {}, "suite 'loss' needs more than generated texts"),
+        ("attention-analysis", {}, "suite 'attention-analysis' does not send requests"),
+        ("throughput", {}, "suite 'throughput' does not send requests"),
         ("needle", {"device": "cpu"}, "leave out the launcher, --device"),
         ("needle", {"batch_tokens": 8}, "leave out the launcher, --device"),
     ],
@@ -106,13 +112,6 @@ def test_unsupported_suites_and_options_are_refused(suite, computing, said, llam
     options = served(haystack=tmp_path, data=(str(tmp_path),), **computing)
     with pytest.raises(UserError, match=said):
         evaluate([llama], [suite], tmp_path, options, [])
-
-
-@pytest.mark.parametrize("request_", [Scoring([1], [[5]]), Generation([1], 2, labels=LabelTree())])
-def test_requests_for_anything_but_texts_are_refused(request_, llama):
-    (target,) = find_targets([llama], llama / "out")
-    with pytest.raises(UserError, match="not likelihoods or labels"):
-        list(VllmModel(target, VLLM).answers([request_]))
 
 
 def test_a_missing_vllm_is_an_error(llama, tmp_path, monkeypatch):

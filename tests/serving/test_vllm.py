@@ -1,0 +1,132 @@
+"""Tests that vLLM serves exports with the numbers of ``transformers``."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.tokenizers import load_tokenizer
+from diffmegatron.evaluation.evaluate_settings import Computing
+from diffmegatron.hf.export_checkpoint import serving_form
+from diffmegatron.hf.write_export import write_export
+from tests.pretrained import random_weights
+from tests.serving import PYTHON, command, environment, interpreter
+from tests.serving.answers import NAMES, NEW_TOKENS, answers, requests
+
+pytestmark = pytest.mark.skipif(
+    interpreter() is None,
+    reason=f"{PYTHON} names no interpreter with vLLM; 'make vllm' makes .vllm/bin/python",
+)
+
+
+V2 = {"kind": "diff_v2", "head_dim": 32}
+V1 = {"kind": "diff_v1", "head_dim": 32}
+# vLLM's attention on a CPU accepts heads of 32 channels and more. Each layer of the pattern has 8
+# query heads and 4 key-value heads in its attention call.
+KINDS: dict[str, Any] = {
+    "pattern": [
+        V2 | {"num_heads": 4, "layers": 1},
+        V1 | {"num_heads": 2, "num_kv_heads": 1, "layers": 2},
+        {"kind": "softmax", "num_heads": 8, "num_kv_heads": 4},
+    ],
+    "diff_v2": V2 | {"signal_per_noise": 4, "num_heads": 8, "num_kv_heads": 2},
+    "diff_v1": V1 | {"num_heads": 4, "num_kv_heads": 2},
+    "grouped": {
+        "kind": "grouped",
+        "signal_per_noise": 3,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    },
+    "dex": {
+        "kind": "dex",
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "selected_heads": [[0, 2], [1]],
+        "annealing_steps": None,
+    },
+}
+
+
+def make_recipe(attention: Any) -> Recipe:
+    layers = len(attention) if isinstance(attention, list) else 2
+    return Recipe.model_validate(
+        {
+            "run_dir": "run",
+            "model": {
+                "num_layers": layers,
+                "hidden_size": 256,
+                "ffn_hidden_size": 96,
+                "vocab_size": 264,
+                "rope_theta": 700.0,
+                "attention": attention,
+            },
+            "data": {"tokenizer": "bytes", "sources": [{"path": "corpus"}]},
+            "training": {"seq_length": 256, "global_batch_size": 2, "steps": 4},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write exports and data, run both engines on them, and return the folder."""
+    folder = tmp_path_factory.mktemp("served")
+    for name, attention in KINDS.items():
+        recipe = serving_form(make_recipe(attention))
+        weights = random_weights(recipe.model)
+        write_export(weights, recipe, load_tokenizer("bytes"), folder / name, torch.float32)
+    (folder / "text.txt").write_text("def cube(x):\n    return x * x * x\n\n" * 16)
+    rows = [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(3)]
+    for split in ("train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"gsm8k_{split}.jsonl").write_text(lines)
+    run = subprocess.run(
+        command("tests.serving.answers", folder),
+        env=environment(folder / "home"),
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return the answers of transformers and of vLLM."""
+    return answers(folder, Computing()), json.loads((folder / "vllm.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_served_answers_are_those_of_transformers(name: str, both: Any) -> None:
+    expected, found = (each[name] for each in both)
+    assert len(expected) == len(found) == len(requests()) + 2
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one[0], int):
+            assert other == one
+            continue
+        for (losses, likeliest), (served, also) in zip(one, other, strict=True):
+            assert torch.allclose(torch.tensor(served), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+            assert also == likeliest
+    texts = [one for one in expected if len(one) == NEW_TOKENS]
+    assert len(texts) == 8 and all(len({*text}) > 10 for text in texts)
+
+
+def test_an_evaluation_has_the_same_records_in_both_engines(folder: Path, both: Any) -> None:
+    for suite in ("loss", "math"):
+        for name in NAMES:
+            expected, found = (
+                [
+                    json.loads(line)
+                    for line in (folder / engine / suite / f"{name}.jsonl").read_text().splitlines()
+                ][1:]
+                for engine in ("transformers", "vllm")
+            )
+            assert expected
+            for one, other in zip(expected, found, strict=True):
+                assert other == {key: pytest.approx(value, rel=1e-4) for key, value in one.items()}
