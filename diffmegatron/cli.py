@@ -27,7 +27,7 @@ app = typer.Typer(
 for command in (
     *(jobs.quickstart, jobs.launch, jobs.preflight, jobs.status),
     *(models.plan, data.prepare, models.train, models.export, models.import_),
-    *(evaluation.evaluate, evaluation.compare, models.doctor),
+    *(evaluation.evaluate, evaluation.generate, evaluation.compare, models.doctor),
 ):
     app.command(command.__name__.removesuffix("_"))(command)
 app.add_typer(checkpoint.app, name="checkpoint")

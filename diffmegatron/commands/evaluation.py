@@ -1,4 +1,4 @@
-"""``diffmegatron evaluate`` runs suites on models; ``compare`` compares recorded runs."""
+"""``evaluate`` runs suites on models, ``generate`` prints texts, ``compare`` compares runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from diffmegatron.command_options import with_options
-from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
+from diffmegatron.evaluation.evaluate_settings import EvaluateSettings, GenerateSettings
 
 
 @with_options(EvaluateSettings)
@@ -43,6 +43,32 @@ def evaluate(
     report = run(targets, suite.split(","), out, settings, set_ or [])
     if launch.rank == 0:
         print(f"wrote {report}")
+
+
+@with_options(GenerateSettings)
+def generate(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="Hugging Face folder, checkpoint, or run_dir"),
+    ],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Beginnings of texts")],
+    settings: GenerateSettings,
+) -> None:
+    """Print what a model writes after each prompt, token by token.
+
+    A run_dir stands for its newest checkpoint. A checkpoint is exported to a temporary folder.
+
+    Example: diffmegatron generate runs/a/hf 'def fibonacci(n):' --max-tokens 100
+    """
+    from diffmegatron.parallel.engine_imports import importing_engines
+    from diffmegatron.parallel.launcher import read_launch
+
+    read_launch()
+    with importing_engines():
+        from diffmegatron.evaluation.generate import written_texts
+
+    for part in written_texts(target, prompts, settings):
+        print(part, end="", flush=True)
 
 
 def compare(

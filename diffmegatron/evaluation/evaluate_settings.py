@@ -20,7 +20,7 @@ _CPU_SCORING, _CPU_GENERATION, _GPU = 1, 4096, 65_536
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """Device, precision and engine of a model."""
 
     dtype: Annotated[
@@ -64,7 +64,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Computing(Engine):
+class Computing(EngineSettings):
     """Device, precision, engine and batch size of an evaluation.
 
     ``batch_tokens`` limits the tokens of a batch, including padding and tokens to generate. A
@@ -83,7 +83,7 @@ class Computing(Engine):
 
 
 @dataclass(frozen=True)
-class GenerateSettings(Engine):
+class GenerateSettings(EngineSettings):
     """The options of ``generate``; ``temperature`` 0 selects the most likely token."""
 
     max_tokens: Annotated[

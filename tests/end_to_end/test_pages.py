@@ -40,6 +40,7 @@ RUNS = {
     ("prepare",),
     ("train",),
     ("export",),
+    ("generate",),
     ("data", "verify"),
     ("data", "inspect"),
     ("configs", "list"),
