@@ -38,6 +38,7 @@ class Plan:
         heads: description of the kind's heads in words.
         exported_class: name of the Hugging Face class of an export; None if it will be refused.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
+        served_cache_bytes_per_token: the same in a serving engine.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
@@ -54,6 +55,7 @@ class Plan:
     head_dim: int
     exported_class: str | None
     kv_cache_bytes_per_token: int
+    served_cache_bytes_per_token: int
     baseline_num_heads: int
     baseline_parameters: int
     baseline_flops_per_token: Flops
@@ -120,9 +122,7 @@ def plan_recipe(
     attention = model.attention
     baseline = model.model_copy(update={"attention": attention.baseline()})
     element = BYTES[training.precision]
-    cache = sum(
-        count * costs_of(kind).kv_cache_bytes(element) for kind, count in counted_kinds(model)
-    )
+    costs = [(count, costs_of(kind)) for kind, count in counted_kinds(model)]
     assumed = Assumptions()
     return Plan(
         run_dir=recipe.run_dir,
@@ -132,7 +132,8 @@ def plan_recipe(
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         exported_class=exported_class(attention, model.hidden_size),
-        kv_cache_bytes_per_token=cache,
+        kv_cache_bytes_per_token=sum(n * each.kv_cache_bytes(element) for n, each in costs),
+        served_cache_bytes_per_token=sum(n * each.served_cache_bytes(element) for n, each in costs),
         baseline_num_heads=baseline.attention.num_heads,
         baseline_parameters=count_parameters(baseline).total,
         baseline_flops_per_token=count_flops(baseline, training.seq_length),

@@ -108,6 +108,7 @@ def _run_table(plan: Plan) -> Table:
         ("FLOPs of the run", f"{plan.total_flops:.2e}"),
         ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
         ("class of the export", plan.exported_class or "none"),
+        ("KV cache per token, in vLLM", f"{plan.served_cache_bytes_per_token:,} bytes"),
     ]
     return _table("Run", ("", ""), rows)
 

@@ -71,6 +71,15 @@ class Costs(Generic[Kind]):
         """Return the bytes per token of a layer's key-value cache; ``element`` as in `LayerRun`."""
         return 2 * self.kind.heads.key_channels * element
 
+    def served_cache_bytes(self, element: int) -> int:
+        """Return the bytes per token of a layer's key-value cache in a serving engine.
+
+        An engine caches the heads of one attention call with keys as wide as values. With two maps
+        these are each key with each half of its value.
+        """
+        repeats = 2 if self.kind.operation == "differential" else 1
+        return repeats * self.kv_cache_bytes(element)
+
     def _declares(self, name: str) -> bool:
         return any(each.name == name for each in self.kind.parameters(1))
 

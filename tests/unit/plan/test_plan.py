@@ -252,6 +252,8 @@ def test_model_and_baseline_are_both_counted(override, capsys):
 def test_the_cache_holds_keys_and_values_of_every_layer_in_bf16(overrides, channels):
     plan = plan_recipe(load(*(f"model.{each}" for each in overrides)), 2)
     assert plan.kv_cache_bytes_per_token == 28 * 2 * 2 * channels
+    has_two_maps = plan.attention in ("diff_v1", "grouped")
+    assert plan.served_cache_bytes_per_token == (1 + has_two_maps) * plan.kv_cache_bytes_per_token
 
 
 def test_json_names_the_run_dir_of_every_stage(capsys):
