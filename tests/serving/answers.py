@@ -1,6 +1,6 @@
 """Answers of models to the same requests, by ``transformers`` or by vLLM.
 
-``python -m tests.serving.answers FOLDER`` runs vLLM on the exports in FOLDER, and writes their
+``python -m tests.serving.answers FOLDER`` runs vLLM on the exports in FOLDER/vllm, and writes their
 answers to FOLDER/vllm.json.
 """
 
@@ -50,7 +50,7 @@ def requests() -> list[Request]:
 
 
 def answers(folder: Path, computing: Computing) -> dict[str, list[Any]]:
-    """Evaluate the exports in a folder, and return the answers of each to :func:`requests`.
+    """Evaluate the exports in FOLDER/ENGINE, and return the answers of each to :func:`requests`.
 
     An answer is a list of token ids, or the losses and whether the token is most likely.
     """
@@ -62,9 +62,9 @@ def answers(folder: Path, computing: Computing) -> dict[str, list[Any]]:
 
     with patch.multiple(evaluation, Model=model, VllmModel=model):
         evaluation.evaluate(
-            [folder / name for name in NAMES],
+            [folder / computing.engine / name for name in NAMES],
             ["loss", "math"],
-            folder / computing.engine,
+            folder / f"{computing.engine}.out",
             EvaluateSettings(
                 data=[str(folder / "text.txt")], data_dir=folder, engine=computing.engine
             ),

@@ -74,12 +74,16 @@ def make_recipe(attention: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write exports and data, run both engines on them, and return the folder."""
-    folder = tmp_path_factory.mktemp("served")
+    """Write exports and data, run vLLM on them, and return the folder.
+
+    In the exports for transformers, DIFF V1 is DiffLlama, the class of that library.
+    """
+    folder, tokenizer = tmp_path_factory.mktemp("served"), load_tokenizer("bytes")
     for name, attention in KINDS.items():
-        recipe = serving_form(make_recipe(attention))
+        recipe = make_recipe(attention)
         weights = random_weights(recipe.model)
-        write_export(weights, recipe, load_tokenizer("bytes"), folder / name, torch.float32)
+        for engine, form in (("transformers", recipe), ("vllm", serving_form(recipe))):
+            write_export(weights, form, tokenizer, folder / engine / name, torch.float32)
     (folder / "text.txt").write_text("def cube(x):\n    return x * x * x\n\n" * 16)
     rows = [{"question": f"{n} and {n}?", "answer": f"#### {2 * n}"} for n in range(3)]
     for split in ("train", "test"):
@@ -123,7 +127,9 @@ def test_an_evaluation_has_the_same_records_in_both_engines(folder: Path, both: 
             expected, found = (
                 [
                     json.loads(line)
-                    for line in (folder / engine / suite / f"{name}.jsonl").read_text().splitlines()
+                    for line in (folder / f"{engine}.out" / suite / f"{name}.jsonl")
+                    .read_text()
+                    .splitlines()
                 ][1:]
                 for engine in ("transformers", "vllm")
             )
