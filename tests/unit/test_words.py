@@ -58,7 +58,6 @@ WORDS = {
 ALLOWED = {
     # A judge is a model that decides whether a summary follows from its document.
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": {
-        "README.md",
         "docs/architecture.md",
         "docs/evaluation.md",
         "diffmegatron/evaluation/judge.py",
