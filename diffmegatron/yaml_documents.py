@@ -52,7 +52,7 @@ class _Dumper(_Notation, yaml.SafeDumper):
 
 
 class _FastDumper(_Notation, getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Dumper that writes the same text eight times as fast, if PyYAML was built with libyaml."""
+    """Dumper whose text is read back to the same values, and faster if PyYAML has libyaml."""
 
 
 class _Loader(_Notation, yaml.SafeLoader):

@@ -50,8 +50,10 @@ def launch(
         AssertionError: a rank failed; the message has the end of the output.
         subprocess.TimeoutExpired: the calls took longer than ``timeout``.
     """
+    # A fork has the libraries that its server imported, and other variables may name others.
+    python = forks.python() if environment is None else sys.executable
     process = subprocess.Popen(
-        [forks.python(), "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
+        [python, "-m", "tests.ranks", str(ranks), module, json.dumps(calls)],
         env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,

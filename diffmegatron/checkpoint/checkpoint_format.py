@@ -121,7 +121,7 @@ def open_checkpoint(directory: Path, share: tuple[int, int] = (0, 1)) -> Checkpo
             f"manifest of step {manifest.step}; use another checkpoint"
         )
     _read_small(directory, RECIPE, entries)
-    recipe = load_resolved(directory / RECIPE, directory.parent.parent)
+    recipe = load_resolved(directory / RECIPE, directory.resolve().parent.parent)
     state.check_samples(recipe.training.global_batch_size, format_path(directory / STATE))
     files = _rank_files(directory, state.world_size, entries)
     reader = ShardedReader(directory, files)
@@ -136,7 +136,7 @@ def read_recipe(directory: Path) -> Recipe:
     _read_small(
         directory, RECIPE, {each.name: each for each in read_checkpoint_manifest(directory).files}
     )
-    return load_resolved(directory / RECIPE, directory.parent.parent)
+    return load_resolved(directory / RECIPE, directory.resolve().parent.parent)
 
 
 def finish_checkpoint(

@@ -75,8 +75,9 @@ def train(config: RecipePath, overrides: Overrides = None) -> None:
 
     75: a signal or the job's time limit stopped the run after a save; start it again to resume.
 
-    2: the input has a mistake, the last save failed, or the run stopped after several steps in
-    a row with a spike or a non-finite value of the loss or gradient norm.
+    2: the input has a mistake, the last save failed, the end of a job stopped the run twice
+    before a new step, or the run stopped after several steps in a row with a spike or a
+    non-finite value of the loss or gradient norm.
 
     69: some ranks did not connect; another start may succeed.
 

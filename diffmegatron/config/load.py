@@ -16,7 +16,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from diffmegatron.attention.kinds import KINDS, LayerKinds
+from diffmegatron.attention.kinds.layer_kinds import LAYERS
 from diffmegatron.attention.kinds.selected_heads import MAY_BE_MISSING
+from diffmegatron.config.model_config import SCALING_KINDS
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.stage_order import STAGES, by_stage, check_can_start_from, read_stages
 from diffmegatron.errors import UserError
@@ -132,7 +134,7 @@ def load_resolved(path: Path, run_dir: Path | None = None) -> Recipe:
                 f"{format_path(path)} has {key!r}, which a resolved recipe must not have"
             )
     require_imported(values, format_path(path))
-    values = _without_removed_keys(values)
+    values = _without_idle_scaling(_without_removed_keys(values))
     recipe = _validate(values, {}, format_path(path))
     if run_dir is None or os.path.realpath(recipe.run_dir) == os.path.realpath(run_dir):
         return recipe
@@ -140,12 +142,33 @@ def load_resolved(path: Path, run_dir: Path | None = None) -> Recipe:
     return _validate(moved, {}, format_path(path))
 
 
-def _without_removed_keys(values: _Values, prefix: str = "") -> _Values:
-    return {
-        key: _without_removed_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in values.items()
-        if f"{prefix}{key}" not in REMOVED
-    }
+def _without_removed_keys(
+    values: _Values, prefix: str = "", *, only_false: bool = False
+) -> _Values:
+    kept = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name in REMOVED and (value is False or not only_false):
+            continue
+        is_section = isinstance(value, dict)
+        kept[key] = (
+            _without_removed_keys(value, f"{name}.", only_false=only_false) if is_section else value
+        )
+    return kept
+
+
+def _without_idle_scaling(values: _Values) -> _Values:
+    """Return values without keys of ``rope_scaling`` that its kind does not have.
+
+    Earlier versions accepted and stored such keys, which had no effect.
+    """
+    model = values.get("model")
+    scaling = model.get("rope_scaling") if isinstance(model, dict) else None
+    if not isinstance(scaling, dict) or not isinstance(model, dict):
+        return values
+    kind = scaling.get("kind")
+    kept = {k: value for k, value in scaling.items() if kind in SCALING_KINDS.get(k, (kind,))}
+    return values | {"model": model | {"rope_scaling": kept}}
 
 
 def check_recipe(values: _Values, name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -196,6 +219,8 @@ class _Files:
             inherited, inherited_origins = self.read(path.parent / parent)
             merged, origins = _merged(merged, inherited), origins | inherited_origins
         own = {key: value for key, value in own.items() if key != "extends"}
+        # Recipes that earlier versions wrote contain each removed key with the value false.
+        own = _without_removed_keys(own, only_false=True)
         own = _with_absolute_paths(own, path.parent)
         return _merged(merged, own), origins | dict.fromkeys(_dotted_keys(own), format_path(path))
 
@@ -377,6 +402,8 @@ def _kinds(values: _Values) -> list[str]:
 def _misplaced_key(location: tuple[str | int, ...], values: _Values) -> str | None:
     """Return a hint for a misplaced key of ``model.attention``, or None."""
     section, name = location[:-1], str(location[-1])
+    if section == ("model", "attention") and name == LAYERS:
+        return "layers is a key of an entry of a list; write model.attention as a list"
     if section not in (("model",), ("model", "attention"), ("model", "initialization")):
         return None
     key = f"model.attention.{name}"

@@ -104,7 +104,7 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_kind(self) -> Self:
-        for name, kinds in _SCALING_KINDS.items():
+        for name, kinds in SCALING_KINDS.items():
             default = type(self).model_fields[name].default
             if self.kind not in kinds and getattr(self, name) != default:
                 raise ValueError(
@@ -142,7 +142,7 @@ class RopeScaling(Section):
 
 
 # Key of `RopeScaling` -> the kinds in which it has an effect, for keys that not all kinds have.
-_SCALING_KINDS: dict[str, tuple[str, ...]] = {
+SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
     "original_length": ("llama3", "yarn"),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import realpath
+from os.path import lexists, realpath
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +164,19 @@ def is_same_tokenizer(one: str, other: str) -> bool:
     return files is not None and files == _tokenizer_files(other)
 
 
-def _tokenizer_files(name: str) -> tuple[bytes, bytes] | None:
-    """Return the two files of a tokenizer that determine its ids; None if one is missing."""
+def _tokenizer_files(name: str) -> tuple[bytes, ...] | None:
+    """Return the files of a tokenizer that determine its ids; None if a required one is missing."""
     path = Path(name)
     if path.name == _FOLDER_FILES[0]:
         path = path.parent
     files = [path / each for each in _FOLDER_FILES]
     if path.suffix == ".tiktoken":
-        files = [path, path.with_suffix(".json")]
+        rules = path.with_suffix(".json")
+        files = [path, rules] if lexists(rules) else [path]
     try:
-        first, second = (read_bytes(file) for file in files)
+        return tuple(read_bytes(file) for file in files)
     except UserError:
         return None
-    return first, second
 
 
 def rotary_changes(before: Recipe, now: Recipe) -> list[str]:

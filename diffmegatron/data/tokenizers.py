@@ -301,7 +301,7 @@ def encode_whole_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
         disabled.append("padding")
     model = tokenizer.model
     for name in ("dropout", "alpha", "nbest_size"):
-        if getattr(model, name, None) is not None:
+        if getattr(model, name, None):
             setattr(model, name, None)
             disabled.append(name)
     return disabled

@@ -109,7 +109,7 @@ def _calibration_recipe(
     saved: Path, data: Path, sequences: int, overrides: Sequence[str]
 ) -> Recipe:
     """Return a checkpoint's recipe, changed to one step on ``sequences`` sequences of ``data``."""
-    recipe = load_resolved(saved, saved.parents[2])
+    recipe = load_resolved(saved, saved.resolve().parent.parent.parent)
     attention = recipe.model.attention
     for kind, _ in attention.by_kind(recipe.model.num_layers):
         heads = kind.heads
@@ -152,7 +152,8 @@ def _print_progress(network: Network, microbatches: int) -> None:
             last = now
             print(f"scoring heads: sequence {number} of {microbatches}", file=sys.stderr)
 
-    network.register_forward_pre_hook(print_number)
+    # The schedule of a pipeline calls the virtual stages, and not the network.
+    network.virtual_stages[0].register_forward_pre_hook(print_number)
 
 
 def _gather_scores(sums: Sums, divisor: float, parallel_state: ParallelState) -> Scores:

@@ -47,6 +47,14 @@ class JudgeEndpoint:
                 "hallucination.judge must have the form https://host/path, without a user and "
                 f"without a query; put the key into the environment variable {key}"
             )
+        try:
+            # The client reads proxies and certificates from the environment.
+            self._httpx.AsyncClient()
+        except (ImportError, OSError, ValueError) as error:
+            raise UserError(
+                "hallucination.judge is a URL, and the environment's proxy or certificates cannot "
+                f"be used: {shorten(str(error))}; correct the variables"
+            ) from None
         if not model:
             raise UserError(
                 f"hallucination.judge {shorten(url)} is a URL; also give "

@@ -140,13 +140,22 @@ def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     changed = {}
     for key, value in network_keys(recipe.model).items():
         own = getattr(config, key, None)
-        # Compare only the recipe's RoPE parameters, because the pretrained model may have more.
-        is_rope = key == "rope_parameters"
-        if not (value.items() <= (own or {}).items() if is_rope else own == value):
+        # The pretrained model may have more RoPE parameters, and the recipe leaves defaults out.
+        is_same = _is_same_rope(value, own or {}) if key == "rope_parameters" else own == value
+        if not is_same:
             changed[key] = value
     if recipe.training.seq_length > config.max_position_embeddings:
         changed["max_position_embeddings"] = recipe.training.seq_length
     return changed
+
+
+def _is_same_rope(value: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Return whether a pretrained model's ``rope_parameters`` mean the same as a recipe's."""
+    if not value.items() <= own.items():
+        return False
+    sections = (_rope_scaling(value), _rope_scaling(own))
+    one, other = (each and RopeScaling.model_validate(each) for each in sections)
+    return one == other
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -264,6 +273,10 @@ def model_section(config: PretrainedConfig, vocab_padding: int) -> dict[str, Any
     except ValidationError as error:
         problem = describe_error(first_error(error), ())
         raise UserError(f"{CONFIG_NAME} of model_type {model_type!r}: {problem}") from None
+    except KeyError as error:
+        raise UserError(
+            f"{CONFIG_NAME} of model_type {model_type!r} lacks {error}; add the key"
+        ) from None
     return {
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],

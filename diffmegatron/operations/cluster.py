@@ -93,11 +93,12 @@ def export_line(name: str, value: str) -> str:
 def without_secrets(script: str, cluster: Cluster) -> str:
     """Return a script of this cluster in which no secret of its ``environment`` has a value.
 
-    The script takes these variables from its own environment, and ends if one is missing.
+    The script ends if the environment of the job lacks one of them.
     """
     for name, value in cluster.environment.items():
         if _SECRET.search(name.upper()):
-            line = f'export {name}="${{{name}:?export it, because --dry-run prints no secrets}}"'
+            missing = "set its value in this line, because --dry-run prints no secrets"
+            line = f'export {name}="${{{name}:?{missing}}}"'
             script = script.replace(f"\n{export_line(name, value)}\n", f"\n{line}\n")
     return script
 

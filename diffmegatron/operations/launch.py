@@ -20,7 +20,12 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, load_cluster
-from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
+from diffmegatron.operations.recipe_checks import (
+    check_fit,
+    check_starts,
+    check_time_limit,
+    data_remarks,
+)
 from diffmegatron.operations.sbatch_file import (
     JOB_FILE,
     JOB_NUMBER,
@@ -129,6 +134,7 @@ def _check(
     dependency: str | None,
     needs_data: bool,
 ) -> None:
+    check_time_limit(recipes, cluster)
     check_fit(recipes, nodes, cluster, needs_data=needs_data)
     # A job that this job waits for may still write the initial checkpoint.
     if dependency is None:

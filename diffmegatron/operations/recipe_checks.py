@@ -4,9 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from diffmegatron.checkpoint.checkpoint_manifest import (
-    read_checkpoint_manifest as read_checkpoint_manifest,
-)
+from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
@@ -22,18 +20,11 @@ _USUAL_PASSES = 4
 def check_fit(
     recipes: Sequence[Recipe], nodes: int, cluster: Cluster, *, needs_data: bool = True
 ) -> None:
-    """Check ranks, time limit, amount of data, and the existence of the container image.
+    """Check ranks, amount of data, and the existence of the container image.
 
     Unless ``needs_data``, sources that are not prepared are not checked.
     """
     for recipe in recipes:
-        margin = recipe.checkpoint.time_limit_margin
-        if margin >= cluster.seconds:
-            raise UserError(
-                f"checkpoint.time_limit_margin {margin:g} is not below the {cluster.seconds} s of "
-                f"time_limit {cluster.time_limit}, so no job would train a step; lower the margin, "
-                "or raise time_limit in the cluster file"
-            )
         try:
             recipe.num_microbatches(nodes * cluster.ranks)
         except UserError as error:
@@ -54,6 +45,18 @@ def check_fit(
     container = cluster.container
     if container is not None and container.is_file and not Path(container.image).exists():
         raise UserError(f"container image {shorten(container.image)} is missing; build it first")
+
+
+def check_time_limit(recipes: Sequence[Recipe], cluster: Cluster) -> None:
+    """Check that a job of the cluster has time left before it must save and stop."""
+    for recipe in recipes:
+        margin = recipe.checkpoint.time_limit_margin
+        if margin >= cluster.seconds:
+            raise UserError(
+                f"checkpoint.time_limit_margin {margin:g} is not below the {cluster.seconds} s of "
+                f"time_limit {cluster.time_limit}, so no job would train a step; lower the margin, "
+                "or raise time_limit in the cluster file"
+            )
 
 
 def check_starts(recipes: Sequence[Recipe]) -> None:

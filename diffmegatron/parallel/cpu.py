@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _CPU = torch.device("cpu")
+_RANDOM_LOGGER = "megatron.core.tensor_parallel.random"
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def without_cuda() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         # Megatron warns if the CPU's random state changes in a context for a GPU's state, which
         # here is the CPU's.
-        stack.enter_context(_without_warning(random.__name__, "CPU RNG state changed"))
+        stack.enter_context(_without_warning(_RANDOM_LOGGER, "CPU RNG state changed"))
         yield
 
 

@@ -34,14 +34,14 @@ def warnings(
 
 def _rotary_warnings(recipe: Recipe) -> Iterator[str]:
     scaling, length = recipe.model.rope_scaling, recipe.training.seq_length
-    if scaling is None or scaling.kind == "linear":
+    if scaling is None or scaling.kind != "yarn":
         return
     reach = scaling.factor * scaling.original_length
     if reach < length:
         yield (
-            f"model.rope_scaling {scaling.factor:g} x original_length {scaling.original_length} "
-            f"reaches {reach:,.0f} tokens, and training.seq_length is {length}; give factor "
-            f"{length / scaling.original_length:g}"
+            f"model.rope_scaling.factor {scaling.factor:g} x original_length "
+            f"{scaling.original_length} reaches {reach:,.0f} tokens, and training.seq_length is "
+            f"{length}; give factor {length / scaling.original_length:g}"
         )
 
 

@@ -173,7 +173,7 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
     kv_heads = tensor * shares
     # A multiple of every kind's ratio, so that noise heads can be divided in each of them.
     multiple = math.lcm(*(kind.ratio for kind in attention.kinds))
-    per_kv_head = attention.num_heads // attention.num_kv_heads // multiple
+    per_kv_head = max(1, attention.num_heads // attention.num_kv_heads // multiple)
     heads = kv_heads * multiple * min(MAX_RATIO, per_kv_head)
     layers = sizes["pipeline"] * recipe.parallel.virtual_pipeline * stage_layers
     if layers > _MAX_LAYERS:

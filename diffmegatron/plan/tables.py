@@ -107,7 +107,7 @@ def _run_table(plan: Plan) -> Table:
         ("FLOPs per token, training", f"{flops.training:.2e}"),
         ("FLOPs of the run", f"{plan.total_flops:.2e}"),
         ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
-        ("class of the export", plan.exported_class or "none"),
+        ("class of an export, unless of a pretrained model", plan.exported_class or "none"),
         ("KV cache per token, in vLLM", f"{plan.served_cache_bytes_per_token:,} bytes"),
     ]
     return _table("Run", ("", ""), rows)

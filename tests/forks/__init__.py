@@ -34,7 +34,7 @@ FOLDER = "DIFFMEGATRON_TEST_FORKS"
 def python() -> str:
     """Return the path of the command; start the server if no worker has started it."""
     folder = Path(os.environ[FOLDER])
-    with (folder / "lock").open("w") as lock, (folder / "log").open("w") as log:
+    with (folder / "lock").open("w") as lock, (folder / "log").open("a") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "socket").exists():
             server = subprocess.Popen(

@@ -67,6 +67,7 @@ def run(arguments: list[str]) -> NoReturn:
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status or 0)
 
 

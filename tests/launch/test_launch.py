@@ -240,7 +240,10 @@ def test_a_dry_run_prints_no_secret_and_needs_no_corpus(launched, tmp_path, caps
         line = next(line for line in script.splitlines() if "HF_TOKEN" in line)
         for environment, status in (({}, 127), ({"HF_TOKEN": "x"}, 0)):
             ran = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
-            assert (ran.returncode, b"HF_TOKEN: export it" in ran.stderr) == (status, status > 0)
+            assert (ran.returncode, b"HF_TOKEN: set its value" in ran.stderr) == (
+                status,
+                status > 0,
+            )
 
 
 def test_the_recorded_environment_contains_no_secrets():

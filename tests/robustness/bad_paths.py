@@ -6,6 +6,7 @@ name in --help, an assertion fails until :class:`Example` has a good value for t
 
 import io
 import os
+import re
 import resource
 import shutil
 import signal
@@ -338,11 +339,15 @@ def try_kind(
     after = snapshot(folder) | snapshot(made)
     changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
     if kind in LIMITS:
-        # The path is good, so the command begins its work. It may leave empty folders, and records
-        # that it appends: metrics of a run, and items of an evaluation, which it resumes.
+        # The path is good, so the command begins its work, and may leave empty folders.
         files = [name for name in changed if not Path(name).is_dir()]
-        changed = [n for n in files if not n.endswith(".jsonl") and "/tensorboard/" not in n]
+        changed = [name for name in files if not _RESUMED.search(name)]
     return f"{changed} changed and status is {status}: {err}" if changed else None
+
+
+# Complete files from which the same command continues: metrics and recipe of a run, items of an
+# evaluation, and the cached order of a corpus.
+_RESUMED = re.compile(r"\.jsonl$|/tensorboard/|/recipe\.yaml$|\.int64$")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class HeadsFile(Section):
 
     model: SelectedOn
     method: Literal["entropy", "gradient"]
-    share: float = Field(gt=0, le=1)
+    share: float = Field(ge=0, le=1)
     heads: Heads
 
 

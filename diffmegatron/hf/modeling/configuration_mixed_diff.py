@@ -77,13 +77,14 @@ class MixedDiffConfig(DiffBaseConfig):
         )
 
     def _check_attention(self) -> None:
-        for layer_idx in range(self.num_hidden_layers):
-            each = self.layer_kind(layer_idx)
+        for each in self.layer_kinds:
             if each.get("model_type") not in KINDS:
                 raise ValueError(
                     f"layer_kinds has model_type {each.get('model_type')!r}; give one of "
                     f"{', '.join(KINDS)}"
                 )
+        for layer_idx in range(self.num_hidden_layers):
+            each = self.layer_kind(layer_idx)
             if each.get("head_dim", self.head_dim) != self.head_dim:
                 raise ValueError(
                     f"layer_kinds has head_dim {each['head_dim']} and the model {self.head_dim}; "

@@ -551,6 +551,22 @@ def test_a_removed_key_is_refused_in_recipes_and_ignored_in_stored_ones(base, tm
     text = dump_recipe(recipe)
     stored.write_text(text.replace("data:\n", "data:\n  reset_position_ids: true\n"))
     assert load_resolved(stored) == recipe
+    # A recipe may extend the stored one, which earlier versions wrote with the default.
+    stored.write_text(text.replace("data:\n", "data:\n  reset_position_ids: false\n"))
+    (tmp_path / "next.yaml").write_text("extends: stored.yaml\ntraining: {steps: 7}\n")
+    assert load_recipe(tmp_path / "next.yaml").training.steps == 7
+
+
+def test_stored_keys_of_another_rotary_scaling_are_dropped(base, tmp_path):
+    linear = "model.rope_scaling={kind: linear, factor: 4}"
+    recipe, stored = load_recipe(base, [linear]), tmp_path / "stored.yaml"
+    text = dump_recipe(recipe)
+    assert "original_length: 8192" in text
+    stored.write_text(text.replace("original_length: 8192", "original_length: 4096"))
+    assert load_resolved(stored) == recipe
+    assert "belongs to kind 'llama3'" in error_of(
+        base, linear.replace("}", ", original_length: 4096}")
+    )
 
 
 def test_betas_are_between_zero_and_one(base):

@@ -528,3 +528,17 @@ def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
     """
     ranks = 2 if name in {*THREE_BILLION, "pattern_3b_350b"} else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()
+
+
+def test_a_rehearsal_of_several_kinds_has_heads(tmp_path):
+    """Check kinds whose numbers of heads have common divisors that no kind has itself."""
+    kinds = (
+        "[{kind: diff_v2, num_heads: 16, head_dim: 64, signal_per_noise: 4, layers: 1-2}, "
+        "{kind: diff_v1, num_heads: 8, head_dim: 64}]"
+    )
+    recipe = load_recipe(
+        CONFIGS / "diff_3b_1t.yaml", [f"model.attention={kinds}", "model.hidden_size=1024"]
+    )
+    model = small_recipe(recipe, None, tmp_path).recipe.model
+    assert model.attention.num_heads > 0
+    assert model.hidden_size > 0

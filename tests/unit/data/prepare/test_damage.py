@@ -228,7 +228,7 @@ def test_a_file_changed_while_it_is_read_refuses_the_corpus(
     before = hash_file(source)
     patched = {
         "before it is opened": (corpus, "_open"),
-        "while it is read": (corpus, "Record"),
+        "while it is read": (corpus, "CorpusRecord"),
         "before its hash": (preparation, "length_histogram"),
     }[moment]
     monkeypatch.setattr(*patched, once(getattr(*patched)))
