@@ -118,13 +118,15 @@ def export(
     """
     from diffmegatron import api
 
+    # An empty working directory may be the output, and is then replaced.
+    written = out.absolute()
     verified = api.export(checkpoint, out, serving=serving, verify=verify)
     from diffmegatron.hf.write_export import loading_code
 
     print(f"wrote {out}")
     if verified is not None:
         print(verified)
-    print(f"load it with\n\n{indent(loading_code(out), '    ')}")
+    print(f"load it with\n\n{indent(loading_code(written, str(out)), '    ')}")
 
 
 def import_(

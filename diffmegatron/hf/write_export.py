@@ -218,9 +218,9 @@ def verify_export(directory: Path, tokens: Tensor, expected: Tensor) -> LogitDif
     return logit_difference(logits, expected.to(logits))
 
 
-def loading_code(directory: Path) -> str:
-    """Return lines of Python that load an export with transformers."""
-    path = repr(str(directory))
+def loading_code(directory: Path, name: str) -> str:
+    """Return lines of Python that load the export in a directory, by its name ``name``."""
+    path = repr(name)
     code = ", trust_remote_code=True" if has_own_code(directory) else ""
     # Without False, AutoTokenizer asks whether to run the model's code, which it does not need.
     no_code = ", trust_remote_code=False" if code else ""

@@ -240,6 +240,7 @@ class Example:
             "KEEP_LAST": "1",
             "LAST": "2",
             "NAME": "quickstart",
+            "PROMPT": "def",
             "TOKENIZER": "bytes",
         }
         self._new = {"OUT", "OUTPUT", "DIR", "PNG", "DATA_DIR"}

@@ -200,7 +200,9 @@ def test_the_form_for_serving_has_the_logits_of_diffllama(tmp_path: Path) -> Non
         write_export(weights, form, load_tokenizer("bytes"), tmp_path / name, torch.float32)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=False)
         logits.append(model(tokens).logits)
-        assert repr(str(tmp_path / name)) in (code := loading_code(tmp_path / name))
+        assert repr(str(tmp_path / name)) in (
+            code := loading_code(tmp_path / name, str(tmp_path / name))
+        )
         assert ("trust_remote_code=True" in code) == (name == "serving")
     assert logit_difference(*logits).relative < 1e-5
 
