@@ -78,10 +78,15 @@ def learning_rate_rise(before: Recipe, now: Recipe, step: int) -> str | None:
     new_rate = learning_rate(step + 1, now.training.total_steps, now.optimizer)
     if new_rate <= old_rate:
         return None
+    remedy = (
+        f"resume from a checkpoint of step {start} or earlier"
+        if start > 0
+        else "start a new run with all its steps"
+    )
     return (
         f"the learning rate rises from {old_rate:.3g} at step {step} to {new_rate:.3g} at step "
         f"{step + 1}, because the decay of the {was}-step run had begun after step {start}; to "
-        f"extend the run without its decay, resume from a checkpoint of step {start} or earlier"
+        f"extend the run without its decay, {remedy}"
     )
 
 
