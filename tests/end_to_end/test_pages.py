@@ -190,6 +190,8 @@ def is_cheap(words: list[str], command: Command) -> bool:
         return False
     if values.get("rehearse") or values.get("search") or values.get("tokenizer") == "cl100k_base":
         return False
+    if values.get("engine") == "vllm":
+        return False
     read = [values.get(key) for key in ("config", "checkpoint", "run_dir", "path", "prefix")]
     read += [*(values.get("inputs") or []), *(values.get("prefixes") or [])]
     if not all(Path(each).exists() or Path(f"{each}.json").exists() for each in read if each):

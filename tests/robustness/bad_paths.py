@@ -348,7 +348,7 @@ def try_kind(
 
 # Complete files from which the same command continues: metrics and recipe of a run, items of an
 # evaluation, and the cached order of a corpus.
-_RESUMED = re.compile(r"\.jsonl$|/tensorboard/|/recipe\.yaml$|\.int64$")
+_RESUMED = re.compile(r"\.jsonl$|/tensorboard/|/recipe\.yaml$|\.int64$|/contents\.json$")
 
 
 @contextmanager

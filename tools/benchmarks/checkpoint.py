@@ -157,7 +157,8 @@ def measure(file: Path, arguments: argparse.Namespace) -> dict:
         "save_while_training": save_figures(training, disk[1::2], size)
         | {
             "step_seconds": statistics.median(steps),
-            "step_seconds_while_writing": statistics.median(slowed),
+            # A save to memory may end before the next step.
+            "step_seconds_while_writing": statistics.median(slowed) if slowed else None,
         },
         "host_memory_added_bytes": after - before,
         "load_and_verify_seconds": load,
