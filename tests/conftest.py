@@ -1,6 +1,7 @@
 """Fixtures that several test folders use: a small corpus, and recipes that train on it."""
 
 import json
+import os
 import random
 import signal
 from collections.abc import Callable
@@ -47,6 +48,9 @@ checkpoint:
 
 raise_on_deprecations()
 share_device()
+# A developer's measurements of this machine would change the backends that "auto" chooses. No file
+# can be in this folder.
+os.environ["DIFFMEGATRON_CACHE"] = os.devnull
 
 # If a shell starts pytest as a background job, pytest and its child processes ignore SIGINT. Tests
 # that send SIGINT need the default handler.

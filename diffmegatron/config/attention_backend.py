@@ -1,7 +1,11 @@
-"""Choose the attention backend of a recipe's layers, without torch or a GPU."""
+"""Kernels of a recipe: the shapes of its calls, and the choice of its attention backends.
+
+No function needs torch or a GPU.
+"""
 
 from typing import Literal
 
+from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import (
     BACKENDS,
     LIBRARIES,
@@ -11,9 +15,12 @@ from diffmegatron.attention.kernels.registry import (
     needed_features,
 )
 from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.layer import HEAD_NORM
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
+from diffmegatron.config.training_config import even_chunk
 from diffmegatron.errors import UserError
+from diffmegatron.measurements.records import KernelShape
 
 # Libraries whose backends "auto" may choose in estimates. CUDA builds of torch include Triton.
 PLANNED_LIBRARIES = frozenset({"triton"})
@@ -30,6 +37,78 @@ def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str
     )
     dtype = _DTYPES[recipe.training.precision]
     return Call(kind.operation, device_type, dtype, kind.head_dim, needs)
+
+
+def attention_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShape:
+    """Return the shape of the largest attention call of a layer on one rank.
+
+    With all-gathered keys, it is the call whose queries see the whole sequence. A ring attends
+    chunk by chunk. Within packed documents, the sequences of a call are concatenated or split.
+    """
+    parallel, training = recipe.parallel, recipe.training
+    call = attention_call(recipe, kind, "cpu")
+    communication = choose_context_communication(recipe) if parallel.context > 1 else None
+    sizes = costs_of(kind).kernel_sizes(element=0, keys=0)
+    shards = parallel.tensor * (parallel.context if communication == "ulysses" else 1)
+    batch, length = training.micro_batch_size, training.seq_length
+    keys = length
+    if communication in ("ring", "all_gather"):
+        length //= 2 * parallel.context
+        keys = length if communication == "ring" else keys
+        batch = 1 if "documents" in call.needs else batch
+    elif "documents" in call.needs:
+        batch, length = 1, batch * length
+        keys = length
+    has_norm = any(each.name == HEAD_NORM for each in kind.parameters(recipe.model.hidden_size))
+    return KernelShape(
+        operation=kind.operation,
+        dtype=call.dtype,
+        batch=batch,
+        length=length,
+        keys=keys,
+        head_dim=kind.head_dim,
+        signal_heads=sizes.signal_heads // shards,
+        noise_heads=sizes.noise_heads // shards,
+        kv_heads=sizes.kv_heads // shards,
+        features=tuple(sorted(call.needs)),
+        has_norm=has_norm and kind.operation == "differential",
+        is_deterministic=training.deterministic,
+    )
+
+
+def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShape | None:
+    """Return the shape of a layer's subtraction of noise heads on one rank; None without one."""
+    heads = kind.heads
+    if kind.operation != "softmax" or heads.output_channels == heads.query_channels:
+        return None
+    signal = heads.output_channels // heads.head_dim
+    parallel, training = recipe.parallel, recipe.training
+    return KernelShape(
+        operation="subtraction",
+        dtype=_DTYPES[training.precision],
+        batch=training.micro_batch_size,
+        length=training.seq_length // parallel.context,
+        head_dim=kind.head_dim,
+        signal_heads=signal // parallel.tensor,
+        noise_heads=(heads.queries - signal) // parallel.tensor,
+        is_deterministic=training.deterministic,
+    )
+
+
+def loss_shape(recipe: RecipeSections) -> KernelShape:
+    """Return the shape of the largest cross-entropy on one rank of the last pipeline stage."""
+    parallel, training = recipe.parallel, recipe.training
+    length = training.seq_length // parallel.context
+    if training.loss_chunk is not None:
+        length = even_chunk(length, training.loss_chunk)
+    return KernelShape(
+        operation="cross_entropy",
+        dtype=_DTYPES[training.precision],
+        batch=1,
+        length=training.micro_batch_size * length,
+        keys=recipe.model.vocab_size // parallel.tensor,
+        is_deterministic=training.deterministic,
+    )
 
 
 def layer_backend(

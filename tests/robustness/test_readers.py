@@ -46,11 +46,13 @@ from diffmegatron.hf.configuration import model_section, read_config
 from diffmegatron.hf.pretrained_files import DTYPES_NAME, Dtypes, PretrainedTensors, keep_original
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import table
+from diffmegatron.measurements.cache import read_measurements, write_measurements
 from diffmegatron.training.monitoring.metrics import MetricsWriter, read_metrics
 from tests.checkpoints import sign, write_checkpoint
 from tests.conftest import TINY
 from tests.pretrained import write_pretrained
 from tests.robustness.cases import check_sentence, for_all
+from tests.unit.measurements.test_cache import MEASURED
 
 Read = Callable[[], object]
 
@@ -90,6 +92,12 @@ def any_json(folder: Path) -> tuple[Path, Read]:
     path = folder / "any.json"
     path.write_text('{"steps": [1, 2.5e3, null], "\\u00e9": {"a": true, "b": "text"}}')
     return path, lambda: read_json(path, dict[str, Any])
+
+
+def measurements(folder: Path) -> tuple[Path, Read]:
+    path = folder / "measurements.json"
+    write_measurements(path, MEASURED)
+    return path, lambda: read_measurements(path)
 
 
 def checkpoint(name: str) -> Reader:
@@ -354,6 +362,7 @@ READERS = [
     Reader("recipe.yaml", stages),
     Reader("heads.yaml", heads),
     Reader("any.json", any_json),
+    Reader("measurements.json", measurements),
     checkpoint(MANIFEST),
     checkpoint("state.json"),
     checkpoint("recipe.yaml"),

@@ -41,6 +41,7 @@ import numpy as np
 
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
+from diffmegatron.measurements.machine import cpu_name
 from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.data_measurements import (
     ASKED_SHARES,
@@ -56,7 +57,6 @@ from tools.benchmarks.data_measurements import (
     write_corpus,
     write_text_corpus,
 )
-from tools.benchmarks.machine import cpu_name
 from tools.paths import RESULTS
 
 MEDIAN_LENGTHS = {"web": 600.0, "code": 900.0, "books": 6000.0}

@@ -20,10 +20,10 @@ from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import final_figures, read_run
 from diffmegatron.files import format_path, parse_json, read_bytes, write_durably
+from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.training.monitoring.evaluators import HELD_OUT, TEST
 from diffmegatron.training.safeguards import run_lock
-from tools.benchmarks.machine import cpu_name
 from tools.benchmarks.study_file import DuringTraining, PlannedRun, Study
 
 # Packages whose versions a run's numbers depend on.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from tools.benchmarks.machine import cpu_name
+from diffmegatron.measurements.machine import cpu_name
 
 # GPU clock cycles for which the GPU waits before a timed call. They take about a millisecond, which
 # is longer than the CPU needs to launch any timed call.
