@@ -112,7 +112,7 @@ def evaluate(
     Args:
         targets: models to evaluate: Hugging Face folders, checkpoints, or ``run_dir``s. The report
             shows the differences between the first model and each other model.
-        suites: names of evaluation suites, listed in docs/evaluation.md.
+        suites: names of evaluation suites, listed in docs/reference/suites.md.
         out: directory of the results and the report; created if it is missing.
         settings: settings of suites that replace the defaults, each as ``SUITE.KEY=VALUE``.
         options: fields of :class:`~diffmegatron.evaluation.evaluate_settings.EvaluateSettings`:

@@ -19,7 +19,7 @@ def evaluate(
         ),
     ],
     suite: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Suites, listed in docs/evaluation.md")
+        str, typer.Option(metavar="NAME[,NAME]", help="Suites, listed in docs/reference/suites.md")
     ],
     out: Annotated[Path, typer.Option(help="Directory of results and report")],
     settings: EvaluateSettings,

@@ -104,12 +104,14 @@ def _section_keys(section: type[Section], prefix: str) -> Iterator[Key]:
             yield from _attention_keys()
         elif inner := _inner_section(field.annotation):
             if field.description:
-                yield Key(key, _type(described, schema), _default(field), field.description)
+                yield Key(
+                    key, type_in_words(described, schema), default_as_yaml(field), field.description
+                )
             is_list = "items" in described
             yield from _section_keys(inner, f"{key}{'[]' if is_list else ''}.")
         else:
             meaning = field.description or ""
-            yield Key(key, _type(described, schema), _default(field), meaning)
+            yield Key(key, type_in_words(described, schema), default_as_yaml(field), meaning)
 
 
 def _attention_keys() -> Iterator[Key]:
@@ -135,7 +137,8 @@ def _inner_section(annotation: Any) -> type[Section] | None:
     return next(filter(None, inner), None)
 
 
-def _default(field: FieldInfo) -> str | None:
+def default_as_yaml(field: FieldInfo) -> str | None:
+    """Return the default value of a field as YAML, or None if the field is required."""
     if field.is_required():
         return None
     value = field.default
@@ -152,12 +155,12 @@ def _as_yaml(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def type_in_words(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     """Return the values that a JSON schema accepts, in words."""
     if "$ref" in schema:
-        return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+        return type_in_words(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
     if "anyOf" in schema:
-        return " or ".join(_type(each, whole) for each in schema["anyOf"])
+        return " or ".join(type_in_words(each, whole) for each in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -168,9 +171,9 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
         case "array" if "prefixItems" in schema:
             return f"list of {len(schema['prefixItems'])} numbers"
         case "array":
-            return f"list of {_plural(_type(schema['items'], whole))}"
+            return f"list of {_plural(type_in_words(schema['items'], whole))}"
         case "object" if isinstance(schema.get("additionalProperties"), Mapping):
-            return f"mapping from text to {_type(schema['additionalProperties'], whole)}"
+            return f"mapping from text to {type_in_words(schema['additionalProperties'], whole)}"
         case "object":
             return "section"
         case "boolean":

@@ -1,4 +1,4 @@
-"""Statistics of a network's heads over one text; docs/evaluation.md defines every measure.
+"""Statistics of a network's heads over one text; docs/reference/suites.md defines every measure.
 
 A score is an entry of a head's attention map. In differential attention, the map is the difference
 of two softmax maps. A row of a map has the scores of one query token.

@@ -1,4 +1,4 @@
-"""The commands in the code blocks of README.md and docs/*.md, as lists of words."""
+"""The commands in the code blocks of README.md and of all pages in docs, as lists of words."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^```\w+\n.*?^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
@@ -26,7 +26,7 @@ class Command(NamedTuple):
     """Simple command on a page of the documentation.
 
     Attributes:
-        page: file name of the page.
+        page: path of the page from the root of the repository.
         program: program to run; for ``-m``, the module; for ``python FILE.py``, the file.
         words: arguments of the program.
         line: line of the page that contains the command.
@@ -47,7 +47,9 @@ def commands_of(page: Path) -> Iterator[Command]:
     for _, block in sorted(found):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
             for words in _simple_commands(line.strip()):
-                if (command := _ours(page.name, words, line.strip())) is not None:
+                if (
+                    command := _ours(page.relative_to(ROOT).as_posix(), words, line.strip())
+                ) is not None:
                     yield command
 
 

@@ -1,4 +1,4 @@
-"""Tests that every command of README.md and docs/*.md is valid, and that the cheap commands run.
+"""Tests that every command of README.md and of docs is valid, and that the cheap commands run.
 
 The real programs parse the commands. The tests fail for unknown options, missing arguments, missing
 files in the folders of ``SHIPPED``, missing targets of the Makefile and unknown keys of a recipe.

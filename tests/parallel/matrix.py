@@ -3,7 +3,7 @@
 One launch for each number of ranks trains all layouts with this number, one after the other. Each
 layout is compared with one process that trains the same model. ``test_layouts.py`` asserts that the
 differences are small. ``python -m tests.parallel.matrix`` writes the differences into the table of
-docs/parallelism.md and into docs/results.
+docs/results/layout_matrix.md and into docs/results.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from diffmegatron.training.monitoring.metrics import read_metrics
 from tests import forks
 from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
-from tests.paths import DOCS, RESULTS
+from tests.paths import RESULTS
 from tests.ranks import launch
 
 STEPS = 10
-PAGE = DOCS / "parallelism.md"
+PAGE = RESULTS / "layout_matrix.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 TENSOR = ("parallel.tensor=2",)
@@ -344,7 +344,7 @@ def measure(out: Path) -> list[dict[str, object]]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Return the rows as the Markdown table of docs/parallelism.md."""
+    """Return the rows as the Markdown table of docs/results/layout_matrix.md."""
     lines = [
         "| layout | model | ranks | same start | loss, 10 steps | gradient | one parameter's |",
         "|---|---|---|---|---|---|---|",
@@ -361,7 +361,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def write_results(rows: list[dict[str, object]]) -> None:
-    """Write the rows to docs/results and to the table of docs/parallelism.md."""
+    """Write the rows to docs/results and to the table of docs/results/layout_matrix.md."""
     versions = {name: version(name) for name in ("torch", "megatron-core", "deepspeed")}
     (RESULTS / "layout_matrix.json").write_text(
         json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n"
@@ -372,12 +372,12 @@ def write_results(rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Run the matrix and write its rows to docs/results and docs/parallelism.md."""
+    """Run the matrix and write its rows to docs/results and docs/results/layout_matrix.md."""
     argparse.ArgumentParser(
         prog="python -m tests.parallel.matrix",
         description="Train every layout and, in one process, its model, which takes minutes on two "
         "cores; then write docs/results/layout_matrix.json and the table of "
-        "docs/parallelism.md.",
+        "docs/results/layout_matrix.md.",
     ).parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
         forks.open_folder()

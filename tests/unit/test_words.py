@@ -60,6 +60,7 @@ ALLOWED = {
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": {
         "docs/architecture.md",
         "docs/evaluation.md",
+        "docs/reference/suites.md",
         "diffmegatron/evaluation/judge.py",
         "diffmegatron/evaluation/judge_endpoint.py",
         "diffmegatron/evaluation/suites/hallucination.py",

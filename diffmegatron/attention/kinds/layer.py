@@ -117,9 +117,15 @@ class Identity(NamedTuple):
 class Parameter:
     """A parameter of attention, except the weights of ``linear_qkv`` and ``linear_proj``.
 
-    docs/variants.md describes the fields. ``shape`` is that of the unsharded parameter. A number in
-    ``initial`` is a standard deviation. The first axis of a ``sharded`` parameter is divided among
-    the tensor-parallel ranks, in their order.
+    Attributes:
+        name: name under ``self_attention.`` in checkpoints.
+        shape: shape of the unsharded parameter, with one axis or more.
+        initial: standard deviation of normally distributed values, a constant, a multiple of the
+            identity, or "matrix": as for the other weight matrices.
+        role: group for weight decay, and row in which ``plan`` counts the parameter.
+        float32: whether it is stored and used in float32 in every precision of a run.
+        sharded: whether the first axis is divided among the tensor-parallel ranks, in their order.
+            Otherwise every rank holds the whole parameter, and its gradient is summed over them.
     """
 
     name: str

@@ -26,8 +26,53 @@ IMPORTANCE = "importance of a head"
 class AttentionAnalysis(TextSuite):
     """Overlap, sparsity, entropy and sign of scores; distance, alignment and importance of heads.
 
-    A score is an entry of a head's attention map. A text is the start token and the beginning of a
-    document, together at most ``length`` tokens.
+    These are the statistics of Kong, Jang and Kwak (DEX, arXiv 2505.16333), for differential and
+    ordinary attention. A text is the start token and the beginning of a document, together at most
+    ``length`` tokens.
+
+    - A *score* is an unmasked entry of the map that multiplies the values. In differential
+      attention, this is the map after the subtraction. Row n has n scores.
+    - The *two maps* of a head are the softmax maps of its signal and its noise, before the
+      subtraction. A Transformer, such as the export of DEX, has no measures of two maps.
+    - The *top tokens* of a row with n scores are the floor(``top`` x n) tokens with the largest
+      entries. Overlaps leave out rows that are too short to have a top token.
+
+    The measures, for a row of n scores of a head unless said otherwise:
+
+    - overlap of top tokens, two maps: share of the top tokens of one map that are also top tokens
+      of the other map
+    - overlap of top scores, two maps: over the tokens that are top tokens of either map: the sum of
+      the smaller of the two entries, divided by the sum of the larger
+    - overlap of other scores, two maps: the same over all other tokens
+    - overlap of top tokens, two heads of a layer: as for two maps, but for the absolute scores of
+      every two heads
+    - share of absolute scores below e: number of scores closer to 0 than e, divided by n, for each
+      e of ``epsilons``
+    - entropy: entropy in nats of the absolute scores divided by their sum; also of the first map
+      and of the second map
+    - share of negative scores: number of negative scores divided by n
+    - negative share of absolute scores: sum of the absolute values of negative scores, divided by
+      the sum of all absolute scores
+    - cosine distance between heads: 1 - cosine of the scores of two heads, with all rows joined
+      into one vector; mean over every two heads of the network
+    - CKA between heads: linear CKA of the outputs of two heads before the output projection (after
+      a headwise norm), from the unbiased HSIC over the tokens of a text (Nguyen et al. 2021, eq.
+      3); mean over every two heads of the network
+    - importance of a head: absolute derivative of the text's mean loss with respect to a factor on
+      the head's output (Michel et al. 2019)
+
+    Each measure is averaged over rows and heads (or pairs of heads), then over layers, then over
+    texts. Pictures show the measures by layer, and the last three also by pair of layers, or by
+    layer and head.
+
+    The paper does not define some measures in full. This suite chooses the values of e, absolute
+    scores for the top tokens of a head, and the overlap of scores. CKA is computed for each text
+    and averaged over texts (Nguyen et al. average HSIC first). The paper's examples of negative
+    scores (indirect objects, sarcasm) are not measured.
+
+    The suite needs memory for the queries, keys and head outputs of all layers, and for a backward
+    pass of one text. Temporary tensors need a few times 32 MiB, or one row of every head if that is
+    more.
     """
 
     name = "attention-analysis"

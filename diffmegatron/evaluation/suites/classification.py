@@ -153,7 +153,7 @@ class ClassificationSuite(Suite):
     """
 
     data_dir: Path = DATA_DIR
-    tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1)
+    tasks: tuple[str, ...] = Field(default=tuple(TASKS), min_length=1, description="data sets")
 
     @override
     def check(self, target: Target) -> None:
@@ -259,7 +259,18 @@ def label_tree(labels: Sequence[str], target: Target) -> LabelTree:
 class ManyShot(ClassificationSuite):
     """Accuracy of classification after the first n examples of the shuffled training set.
 
-    ``shots`` has the values of n.
+    All prompts begin with the first n examples of a fixed shuffle of the training set. An empty
+    line follows each example, which has this form:
+
+        Question: What county is Modesto in ?
+        Type: location
+
+    TREC's labels are words, such as ``location`` for ``LOC``. ``trec-fine`` adds the fine class
+    (``location city``). The words of the form are ``query`` and ``intent`` for Banking-77, and
+    ``utterance`` and ``intent`` for CLINC. Decoding is constrained to tokens that continue a label.
+    If all tokens of a label are the beginning of another label, the tokens of the empty line are
+    appended to the shorter label. *Deviation*: the prompt has a fixed number of examples instead of
+    a fixed number of tokens, so that models with different tokenizers read the same examples.
     """
 
     name = "many-shot"
@@ -270,7 +281,11 @@ class ManyShot(ClassificationSuite):
         "by task and by number of examples in total, and its mean over these numbers."
     )
 
-    shots: tuple[Count, ...] = Field(default=(1, 10, 50, 100, 200, 400, 800), min_length=1)
+    shots: tuple[Count, ...] = Field(
+        default=(1, 10, 50, 100, 200, 400, 800),
+        min_length=1,
+        description="numbers n of examples in the prompt",
+    )
     samples: Count = Field(default=250, description="test items of a task")
 
     @override
@@ -329,8 +344,11 @@ class ManyShot(ClassificationSuite):
 class Order(ClassificationSuite):
     """Accuracy of classification after the same examples in different orders.
 
-    The arrangement ``random`` shuffles all examples. The arrangement ``alternating`` also shuffles
-    them, and then takes one example of each class in turn.
+    The same examples, with balanced classes, are put into ``permutations`` orders in each of two
+    arrangements. In ``random``, all examples are shuffled. In ``alternating``, the examples of each
+    class are shuffled, and the classes take turns. The form of an example is that of ``many-shot``.
+    For each arrangement, the report has the accuracy of the best and the worst order, and their
+    difference (margin). Their resamples draw questions, and each has its own best and worst order.
     """
 
     name = "order"
@@ -342,9 +360,11 @@ class Order(ClassificationSuite):
         "model that is robust, and grows by chance if there are few items."
     )
 
-    tasks: tuple[str, ...] = Field(default=("trec",), min_length=1)
-    shots: Count = 60
-    permutations: Count = 10
+    tasks: tuple[str, ...] = Field(
+        default=("trec",), min_length=1, description="data sets, as in many-shot"
+    )
+    shots: Count = Field(default=60, description="examples in the prompt")
+    permutations: Count = Field(default=10, description="orders of each arrangement")
     samples: Count = Field(default=100, description="test items of a task")
 
     @override

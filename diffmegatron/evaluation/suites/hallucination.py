@@ -159,8 +159,45 @@ Problematic Spans: ["...", "..."]
 class Hallucination(Suite):
     """Share of generated summaries and answers that a judge finds supported by the document.
 
-    Another judge can later judge the same recorded texts. A verdict that cannot be read counts as
-    false.
+    First every target generates texts, with greedy decoding up to an empty line or
+    ``answer_tokens`` tokens. The prompt is
+
+        Document: ...
+
+        Write a short summary of the document, with nothing that it does not say.
+        Summary:
+
+    If the data set has questions, it is
+
+        Document: ...
+
+        Answer the question from the document alone.
+        Question: ...
+        Answer:
+
+    If a document does not fit into ``context``, its middle is replaced by ``[...]``, as in
+    LongBench. Then a judge, which is another model, receives the document in the form below. A
+    question precedes the reference. A text is true if the judge's answer has a line ``Conclusion:
+    True`` and no other conclusion. An answer without exactly one conclusion cannot be read. It
+    counts as false, as in the paper, and the report has the number of such answers.
+    ``hallucination/TARGET.jsonl`` has all texts and answers.
+
+    ``judge`` is a Hugging Face folder, or the URL of an OpenAI-compatible interface:
+
+    - A folder is loaded into memory beside the target. If it has a chat template, the template is
+      used.
+    - At a URL, requests go to ``/chat/completions``, at temperature 0. The key is sent to this URL
+      only and never written to a file. A request is repeated up to two times if the judge cannot be
+      reached, needs more than ``judge_seconds``, or returns the status 429 or 5xx. Then the command
+      ends with an error, and the same command resumes with the remaining verdicts.
+    - Without ``judge``, the suite generates the texts but has no verdicts.
+    - Settings of the judge may change between runs. Verdicts are stored under the judge's name
+      (``judge_model``, or the name of the folder with a hash of its files), and another name gets
+      new verdicts.
+
+    *Deviations*: the papers judge with GPT-4o, and use samples that are not published. The prompts
+    are our wording of their protocol (a verdict after an explanation, with spans). The two L-Eval
+    sets are used only if ``tasks`` names them.
     """
 
     name = "hallucination"
@@ -179,17 +216,17 @@ class Hallucination(Suite):
     )
 
     data_dir: Path = DATA_DIR
-    tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
+    tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1, description="data sets")
     samples: Count = Field(default=100, description="number of documents per task")
     context: Size = Field(default=2048, description="tokens of prompt and answer")
-    answer_tokens: Size = 128
+    answer_tokens: Size = Field(default=128, description="largest number of tokens to generate")
     judge: str | None = Field(default=None, description="a Hugging Face folder, or a URL")
     judge_model: str = Field(default="", description="name of the model at the URL")
     judge_key: str = Field(
         default="OPENAI_API_KEY",
         description="environment variable of the key, if the URL needs one",
     )
-    judge_tokens: Size = 512
+    judge_tokens: Size = Field(default=512, description="largest number of tokens of its answer")
     judge_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
         default=120.0, description="time limit of an answer from a URL"
     )

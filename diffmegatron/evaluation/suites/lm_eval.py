@@ -54,7 +54,51 @@ _ERRORS_OF_95 = 1.96
 class LmEval(Suite):
     """Tasks of the installed lm-eval, on local files or files of Hugging Face's hub.
 
-    A prompt that is longer than the context is cut at its beginning, as in lm-eval.
+    EleutherAI's lm-eval, of the extra ``evaluation``, creates the prompts and random examples (seed
+    1234), and computes the metrics and standard errors. On a CPU, its own command computes the same
+    numbers from an exported FOLDER (``lm_eval run --model hf --model_args
+    pretrained=FOLDER,dtype=float32``). This is the only suite that downloads data, unless they are
+    local:
+
+    - A folder in ``--data-dir`` with the name of a repository replaces the repository. For MMLU,
+      create it in ``--data-dir`` with ``hf download --repo-type dataset cais/mmlu --local-dir
+      cais/mmlu``.
+    - ``include_path`` is a folder with configurations of tasks in the library's own format. They
+      can name local files, relative to ``--data-dir``. A configuration can ``include`` another one,
+      and name Python functions in files beside it. These functions are run, so use only folders
+      that you trust.
+
+    With this file as ``tasks/local.yaml``, ``--set lm-eval.include_path=tasks --set
+    "lm-eval.tasks=[local]"`` reads LAMBADA from ``--data-dir``:
+
+        group: local
+        task:
+          - task: lambada_openai
+            dataset_path: json
+            dataset_name: null
+            dataset_kwargs: {data_files: {test: lambada_test.jsonl}}
+
+    The command prints which task it loads. If the hub cannot be reached, a task without local data
+    ends the command with an error before the first item. The library ``datasets`` tries for half a
+    minute, unless ``HF_HUB_OFFLINE=1`` is set. It caches data in ``HF_DATASETS_CACHE``. Tasks with
+    pictures or sound, tasks that run generated code, and tasks that sample tokens are not
+    supported.
+
+    A prompt that is longer than the context is cut at its beginning, as in lm-eval. If a choice, or
+    the space for the answer, is longer than the context, the question is left out (lm-eval's own
+    command stops). If one token spans the end of the prompt and the whole choice, the choice is
+    encoded by itself (lm-eval's own command stops). The report has the number of each. A token that
+    spans the end of the prompt and a part of the choice belongs to the prompt, as in lm-eval.
+
+    Means over documents have bootstrap intervals and differences. For other metrics, and for
+    groups, the interval is the value plus and minus 1.96 of lm-eval's standard errors. A standard
+    error without a formula comes from a bootstrap of 1,000 resamples (100,000 in lm-eval's own
+    command), or 100 for ``bleu``, ``chrf``, ``chrf++`` and ``ter``. ``details`` in ``results.json``
+    has the value and the standard error of every task, metric and filter, and the version of the
+    task.
+
+    *Deviation*: the paper does not say which tasks use ``acc_norm``. The report compares the
+    paper's number for HellaSwag with ``acc_norm``, and its other numbers with ``acc``.
     """
 
     name = "lm-eval"
@@ -77,7 +121,9 @@ class LmEval(Suite):
 
     data_dir: Path = Field(default=Path(), description="folder with data files")
     include_path: Path | None = Field(default=None, description="folder with task configurations")
-    tasks: tuple[str, ...] = Field(default=tuple(_PAPER), min_length=1)
+    tasks: tuple[str, ...] = Field(
+        default=tuple(_PAPER), min_length=1, description="tasks, groups and tags of lm-eval"
+    )
     shots: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
         min_length=1,
@@ -86,7 +132,10 @@ class LmEval(Suite):
     samples: Count | None = Field(
         default=None, description="number of questions per task (null: all)"
     )
-    apply_chat_template: bool = False
+    apply_chat_template: bool = Field(
+        default=False,
+        description="render prompts with the tokenizer's chat template; examples become turns",
+    )
 
     @override
     def check(self, target: Target) -> None:

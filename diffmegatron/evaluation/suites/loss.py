@@ -27,9 +27,15 @@ _UP_TO_OWN = _UP_TO + " of windows that have as many"
 class Loss(WindowSuite):
     """Negative log-likelihood of held-out text, in windows that do not overlap.
 
-    The start token precedes each window, so every byte of text counts exactly once. With
-    ``packed``, the documents of a source are joined before they are cut into windows. Each document
-    then ends with an end-of-document token, whose loss does not count.
+    A document is cut into windows of ``context`` tokens. Each window begins with the start token,
+    so every byte of the document counts once. A full window has ``context - 1`` tokens after it.
+
+    - ``tokens 1 to n`` is the mean over the first n tokens of the full windows, for n = 16, 32, 64,
+      ... and for the whole window. The curve shows the benefit of a longer context. With
+      ``loss.context=65536`` and books, it is the paper's figure 4. Without a full window, the
+      report states that this measure is missing.
+    - ``tokens 1 to n of windows that have as many`` is the mean over the first n tokens of all
+      windows with n tokens or more. Do not compare different n, because their windows differ.
     """
 
     name = "loss"
@@ -43,7 +49,11 @@ class Loss(WindowSuite):
         "least n tokens, which differ from row to row, so compare models within a row."
     )
 
-    packed: bool = False
+    packed: bool = Field(
+        default=False,
+        description="join the documents of a source before they are cut, with an end-of-document "
+        "token after each, whose loss does not count",
+    )
 
     @property
     @override
@@ -185,9 +195,17 @@ class Loss(WindowSuite):
 class Perplexity(TextSuite):
     """Perplexity as the documentation of ``transformers`` computes it.
 
-    The documents of a source are joined by empty lines and tokenized as one text, without a start
-    token. Windows of ``context`` tokens begin every ``stride`` tokens. A window scores only tokens
-    that are in no earlier window. Its other tokens are only context.
+    The documents of a source are joined by empty lines and tokenized as one text without a start
+    token. Windows of ``context`` tokens begin every ``stride`` tokens. A token counts in the first
+    window that contains it, except the first token of the text. The perplexity is the exponential
+    of the mean loss over all tokens that count. The resamples for its interval draw windows.
+
+    - A short stride gives each token a long context, and needs ``context / stride`` times the work
+      of adjacent windows.
+    - The code in the documentation of ``transformers`` weights each window by one token too few, so
+      its last digits differ.
+    - Compare perplexities only between models with the same tokenizer. They differ from the
+      exponential of the suite ``loss``.
     """
 
     name = "perplexity"

@@ -203,7 +203,18 @@ _NEXT = "\n\nQuestion:"
 class Mathematics(Suite):
     """Accuracy on mathematical problems, after ``shots`` solved problems of GSM8K's training set.
 
-    Decoding is greedy. Differential Transformer (Ye et al.) uses 1,024 or 16,384 ``answer_tokens``.
+    The form of a solved problem is
+
+        Question: ...
+        Answer: ...
+        The answer is 18.
+
+    The prompt has the first ``shots`` problems of GSM8K's training set in this form, then the
+    question. Decoding is greedy, up to the next question, the end-of-document token, or
+    ``answer_tokens`` tokens (the paper allows 1,024 or 16,384). math-verify, of the extra
+    ``evaluation``, extracts and compares the answers. A problem of TabMWP begins with ``The table
+    of TITLE:`` and the table, and ends with ``Choose from: ...``. Its answer is the choice that the
+    text names last.
     """
 
     name = "math"
@@ -215,10 +226,12 @@ class Mathematics(Suite):
     )
 
     data_dir: Path = DATA_DIR
-    benchmarks: tuple[str, ...] = Field(default=tuple(BENCHMARKS), min_length=1)
-    shots: int = Field(default=4, ge=0, description="0 for fine-tuned models")
+    benchmarks: tuple[str, ...] = Field(
+        default=tuple(BENCHMARKS), min_length=1, description="sets of problems"
+    )
+    shots: int = Field(default=4, ge=0, description="solved problems; 0 for fine-tuned models")
     samples: Count = Field(default=250, description="number of problems per benchmark")
-    answer_tokens: Size = 1024
+    answer_tokens: Size = Field(default=1024, description="largest number of tokens to generate")
 
     @override
     def check(self, target: Target) -> None:

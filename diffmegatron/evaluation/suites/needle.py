@@ -182,9 +182,20 @@ _SHARES = {
 class Retrieval(Suite):
     """Share of hidden numbers that the model finds.
 
-    For a pair (N, R), N needles (sentences) are hidden, and the model is asked for R of their
-    numbers. One of these R needles is hidden at a depth from ``depths``, and all other needles at
-    random depths. A number is found if the first line of the greedy answer contains it.
+    The haystack is a part of the text that begins at a random sentence. N sentences (needles) of
+    this form are hidden in it:
+
+        The special magic Oslo number is 4190873.
+
+    The first needle is inserted at the beginning of a sentence, as near as possible to one of
+    ``depths``, the share of the haystack before it. The others are inserted at random depths. The
+    question below is about the first needle and R - 1 others. All cities and numbers of an item
+    differ. Decoding is greedy, up to the end of the line. The score is the share of the R numbers
+    that the answer contains.
+
+    *Deviations*: the paper does not give its prompt. The task is from LWM (Liu et al.), whose
+    prompt does not contain the beginning of the answer. Without it, models may end the text or
+    write something else. Each new token needs a forward pass over the whole text within training.
     """
 
     name = "needle"
@@ -203,13 +214,19 @@ class Retrieval(Suite):
     )
 
     haystack: Path = HAYSTACK
-    pairs: tuple[Pair, ...] = Field(default=((1, 1), (2, 2), (4, 2), (6, 2)), min_length=1)
+    pairs: tuple[Pair, ...] = Field(
+        default=((1, 1), (2, 2), (4, 2), (6, 2)),
+        min_length=1,
+        description="(N, R): hidden needles, and needles that the question is about",
+    )
     lengths: tuple[Size, ...] = Field(
         default=(4096,), min_length=1, description="tokens of prompt and answer"
     )
-    depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
+    depths: tuple[Share, ...] = Field(
+        default=DEPTHS, min_length=1, description="share of the haystack before the first needle"
+    )
     samples: Count = Field(default=50, description="items of each pair, length and depth")
-    answer_tokens: Size = 48
+    answer_tokens: Size = Field(default=48, description="largest number of tokens to generate")
 
     @override
     def check(self, target: Target) -> None:
@@ -306,10 +323,11 @@ def build_prompt(
 class NeedleAttention(Suite):
     """Shares of the last token's attention that fall on the needle and on the rest of the text.
 
-    A share is a sum of absolute values in the last row of a head's attention map, divided by the
-    sum of all absolute values of the row. ``answer`` is the needle that the question is about.
-    ``noise`` is the rest of the haystack, including other needles. The start token and the question
-    belong to neither.
+    The suite reads the row of the prompt's last token in every head's map after subtraction.
+    ``answer`` is the share of the row on the sentence of the needle that the question is about, and
+    ``noise`` the share on the rest of the haystack, including other needles. The start token and
+    the question belong to neither. *Deviation*: the paper writes "normalised". Here, shares are
+    relative to the sum of absolute values, because entries may be negative.
     """
 
     name = "needle-attention"
@@ -330,7 +348,9 @@ class NeedleAttention(Suite):
     haystack: Path = HAYSTACK
     needles: Size = Field(default=1, description="number of needles; the question is about one")
     length: Size = Field(default=4096, description="tokens of the prompt")
-    depths: tuple[Share, ...] = Field(default=DEPTHS, min_length=1)
+    depths: tuple[Share, ...] = Field(
+        default=DEPTHS, min_length=1, description="share of the haystack before the needle"
+    )
     samples: Count = Field(default=20, description="items of each depth")
 
     @override

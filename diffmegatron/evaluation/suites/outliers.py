@@ -53,9 +53,10 @@ _BINS, _WITHIN = 1 << 15, 1 << _LOW_BITS
 class Outliers(WindowSuite):
     """Exact largest and median magnitudes of attention logits and of the outputs of layers.
 
-    There are too many values to store, so the median needs two passes. The first pass counts
-    magnitudes by bin. The second pass counts the magnitudes in the median's bin by position within
-    the bin.
+    The logits are those of all query heads (signal and noise heads) before the softmax, without
+    masked entries. The largest 100 magnitudes and the exact median are stored. There are too many
+    values to store, so the median needs two passes: the first counts magnitudes by bin, and the
+    second counts the magnitudes in the median's bin by position within the bin.
     """
 
     name = "outliers"
@@ -216,7 +217,12 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 class QuantizedAttention(WindowSuite):
-    """Loss on held-out text with unchanged attention logits, and with logits of few ``bits``."""
+    """Loss on held-out text with unchanged attention logits, and with logits of few ``bits``.
+
+    A logit x becomes s round(x / s) with s = max |x| / (2^(bits - 1) - 1). The maximum is over a
+    window and all heads of a layer. *Deviation*: the paper measures HellaSwag's accuracy, and does
+    not say over which values it takes the maximum.
+    """
 
     name = "quantized-attention"
     direction = "lower"
@@ -229,7 +235,9 @@ class QuantizedAttention(WindowSuite):
 
     documents: Count = Field(default=16, description="number of documents per source")
     characters: Count = Field(default=8_000, description="longer documents are cut")
-    bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(default=(8, 6, 4), min_length=1)
+    bits: tuple[Annotated[int, Field(ge=2, le=16)], ...] = Field(
+        default=(8, 6, 4), min_length=1, description="numbers of bits of a logit"
+    )
 
     @override
     def items(self, target: Target) -> list[Item]:

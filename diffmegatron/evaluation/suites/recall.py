@@ -38,7 +38,12 @@ _BUFFER = 1 << 22
 
 
 class Recall(WindowSuite):
-    """Loss of AR hits and of all other tokens in windows of held-out documents."""
+    """Loss of AR hits (associative recall) and of all other tokens, as in Zoology.
+
+    An AR hit is the second token of a bigram that occurred earlier in its window, and that occurs
+    at most ``rare`` times in the training corpus. The paper does not give the length of its
+    windows.
+    """
 
     name = "recall"
     within_training = True
@@ -143,10 +148,12 @@ def _repeated(window: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 class AssociativeRecall(TextSuite):
-    """Share of values that are the most likely token after the second occurrence of their keys.
+    """Multi-query associative recall (Arora et al., Zoology, 2023), for models trained on it.
 
-    A text has 4 * D tokens: D pairs of a key and a value of one token each, then the same pairs
-    again in another order.
+    A text states D pairs of a key and a value of one token each, then repeats the same pairs in
+    another order. The score is the share of repeated keys after which the correct value is the most
+    likely token. ``python -m tools.benchmarks study_recall`` writes such texts. *Deviation*:
+    Zoology puts other tokens between the queries.
     """
 
     name = "associative-recall"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 from typing_extensions import override
 
 from diffmegatron.config.load import load_resolved
@@ -44,9 +45,16 @@ class PowerLaw(NamedTuple):
 class Scaling(Suite):
     """Power laws of the held-out loss for each kind of attention, compared with the Transformer.
 
-    With ``against: parameters``, the law of a kind is fitted to the last held-out loss of each of
-    its runs, so these runs must have several sizes. With ``against: tokens``, it is fitted to all
-    held-out losses of its runs, so these runs must have the same size.
+    The power law L = a x^-b is fitted to the losses L of each kind, by least squares on logarithms.
+
+    - With ``against=parameters``, x is the number of parameters without embeddings, and L is the
+      last held-out loss of each run. Give runs of several sizes.
+    - With ``against=tokens``, x is the number of tokens, and L is every held-out loss of the runs.
+      Give runs of one size.
+
+    For each x of a kind except the Transformer, the report has the share x / y. Here y is the
+    number of parameters or tokens with which the Transformer's law reaches the loss of the kind's
+    law at x.
     """
 
     name = "scaling"
@@ -57,7 +65,9 @@ class Scaling(Suite):
     )
     reads_runs = True
 
-    against: Literal["parameters", "tokens"] = "parameters"
+    against: Literal["parameters", "tokens"] = Field(
+        default="parameters", description="what the loss is a function of"
+    )
 
     @override
     def check(self, target: Target) -> None:

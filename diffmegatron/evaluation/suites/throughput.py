@@ -20,10 +20,16 @@ _TABLE = "3B, 4K, H100, table 7"
 
 
 class Throughput(Suite):
-    """Tokens per second in prefill, decoding and training, with a warm-up before each repetition.
+    """Tokens per second in prefill, decoding and training, of the ``transformers`` classes.
 
-    Single speeds depend on the GPU and the implementation. To compare with table 7 of Differential
-    Transformer (Ye et al.), use the ratio of two models' speeds.
+    Training is a forward and backward pass without an optimizer. A warm-up precedes each
+    repetition. Several targets are timed in turn, once per repetition, so that other work on the
+    machine slows down all of them, and widens the intervals. Each turn loads the target again. For
+    the training speed of Megatron's layers, see ``metrics.jsonl`` of a run. The suite runs on rank
+    0 only.
+
+    Single speeds depend on the GPU and the implementation. To compare with the paper's table 7, use
+    the ratio of two models' speeds.
     """
 
     name = "throughput"
@@ -42,9 +48,9 @@ class Throughput(Suite):
     )
 
     context: Size = Field(default=2048, description="tokens of prefill and of training")
-    batch: Size = 1
+    batch: Size = Field(default=1, description="sequences of a batch")
     decoded: Size = Field(default=32, description="number of tokens to decode")
-    repetitions: Count = 5
+    repetitions: Count = Field(default=5, description="timed repetitions of each phase")
 
     @model_validator(mode="after")
     def _context_holds_decoded_tokens(self) -> Self:

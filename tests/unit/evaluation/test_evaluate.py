@@ -704,19 +704,6 @@ def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
     )
 
 
-def test_the_docs_name_every_suite_and_setting():
-    text = PAGE.read_text()
-    for name, suite in SUITES.items():
-        (row,) = re.findall(rf"^\| `{name}` .*$", text, re.MULTILINE)
-        for field, about in suite.model_fields.items():
-            if field in ("data", "haystack", "data_dir"):
-                assert f"--{field.replace('_', '-')}" in row, (name, field)
-            else:
-                assert re.search(rf"\b{field}\b", row), (name, field)
-            if isinstance(about.default, bool | int) and field != "context":
-                assert f"{field}={json.dumps(about.default)}" in row, (name, field)
-
-
 def test_the_command_line_evaluates(folder, tmp_path, capsys):
     options = ["--data", f"held={folder / 'text.jsonl'}", "--out", str(tmp_path / "out")]
     settings = ["--set", "loss.context=32", "--set", "loss.documents=2"]

@@ -1,4 +1,4 @@
-"""Tests of the measures of heads against their definitions in docs/evaluation.md, in float64."""
+"""Tests of the measures of heads in float64, by the definitions in docs/reference/suites.md."""
 
 import copy
 import json

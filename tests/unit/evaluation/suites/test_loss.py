@@ -54,7 +54,7 @@ def totals_of(suite: Loss) -> dict[str, tuple[float, float]]:
 
 
 def test_means_over_the_first_tokens_of_windows_match_their_definition():
-    """Compare the means with their definition in docs/evaluation.md."""
+    """Compare the means with their definition in docs/reference/suites.md."""
     suite = Loss(data=("text",), context=41)
     windows = [
         [loss_of(place, document) for place in range(first, min(first + 40, length))]

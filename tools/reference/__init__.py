@@ -1,0 +1,1 @@
+"""The pages of docs/reference, which are generated from the code that they describe."""
