@@ -8,7 +8,6 @@ from typing_extensions import override
 from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.attention.kinds.grouped import Grouped
 from diffmegatron.attention.kinds.layer import HEAD_NORM
-from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import weight_rules as hf
 from diffmegatron.hf.kinds.export import Export, register_export
 from diffmegatron.hf.kinds.grouped import GroupedExport
@@ -19,27 +18,26 @@ if TYPE_CHECKING:
 
 @register_export(DiffV1)
 class DiffV1Export(Export[DiffV1]):
-    """DiffLlama, or grouped attention with ``qk_norm`` or beside layers of other kinds."""
+    """DiffLlama, or grouped attention with r = 1 for what DiffLlama does not compute.
+
+    DiffLlama has no ``qk_norm``, no constant lambda_init, no output without the headwise norm, and
+    no layers of other kinds.
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
     is_served: ClassVar[bool] = False
 
+    @property
+    def _fits_diffllama(self) -> bool:
+        kind = self.kind
+        is_exponential = kind.lambda_init.policy == "exponential"
+        return is_exponential and kind.headwise_norm and not kind.qk_norm
+
     @override
     def hugging_face(self) -> hf.HuggingFace:
         kind = self.kind
-        if kind.qk_norm:
+        if not self._fits_diffllama:
             return self.beside_others().hugging_face()
-        if kind.lambda_init.policy != "exponential":
-            raise UserError(
-                f"model.attention.lambda_init.policy {kind.lambda_init.policy!r} cannot be "
-                "exported: Hugging Face's DiffLlama computes lambda_init by the policy "
-                "'exponential' alone"
-            )
-        if not kind.headwise_norm:
-            raise UserError(
-                "model.attention.headwise_norm False with kind 'diff_v1' cannot be exported: "
-                "Hugging Face's DiffLlama always has the headwise norm"
-            )
         config = hf.head_keys(kind.heads) | {"lambda_std_dev": kind.lambda_std}
         return hf.HuggingFace("diffllama", "DiffLlamaForCausalLM", config)
 
@@ -51,7 +49,7 @@ class DiffV1Export(Export[DiffV1]):
         weight, so the export multiplies our norm's weight into the output projection. The import
         sets our norm's weight to 1.
         """
-        if self.kind.qk_norm:
+        if not self._fits_diffllama:
             return self.beside_others().rules(ours, theirs, layer=layer, step=step)
         count, d = self.kind.num_heads, self.kind.head_dim
 

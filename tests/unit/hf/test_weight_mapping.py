@@ -72,7 +72,8 @@ def make_weights(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         if is_differential:
             for part in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 weights[attention + part] = torch.randn(d, generator=generator) * 0.3
-            norm(attention + "head_norm", 2 * d)
+            if model.attention.kinds[0].headwise_norm:
+                norm(attention + "head_norm", 2 * d)
         if model.attention.kinds[0].qk_norm:
             norm(attention + "q_norm", d)
             norm(attention + "k_norm", d)
@@ -139,7 +140,9 @@ def _paper_logits(
                     group[n] = rms_norm(group[n], eps) * norm
         outputs = []
         if model.attention.kind == "diff_v1":
-            lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (i + first_layer - 1))
+            lambda_init = model.attention.kinds[0].lambda_init.value
+            if lambda_init is None:
+                lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (i + first_layer - 1))
             first = (w[attention + "lambda_q1"] @ w[attention + "lambda_k1"]).exp()
             second = (w[attention + "lambda_q2"] @ w[attention + "lambda_k2"]).exp()
             lambda_ = first - second + lambda_init
@@ -147,10 +150,10 @@ def _paper_logits(
                 (*q1s, k1, v1), (*q2s, k2, v2) = groups[2 * j], groups[2 * j + 1]
                 for q1, q2 in zip(q1s, q2s, strict=True):
                     a = attention_map(q1, k1, theta) - lambda_ * attention_map(q2, k2, theta)
-                    head = (
-                        rms_norm(a @ torch.cat((v1, v2), dim=1), eps) * w[attention + "head_norm"]
-                    )
-                    outputs.append((1 - lambda_init) * head)
+                    head = a @ torch.cat((v1, v2), dim=1)
+                    if attention + "head_norm" in w:
+                        head = rms_norm(head, eps) * w[attention + "head_norm"] * (1 - lambda_init)
+                    outputs.append(head)
         else:
             for *queries, k, v in groups:
                 outputs += [attention_map(q, k, theta) @ v for q in queries]

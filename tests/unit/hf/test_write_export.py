@@ -72,8 +72,19 @@ def test_diffllama_computes_the_papers_equations(
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
-def test_v1_with_qk_norm_is_exported_as_grouped_and_imported_again(tmp_path: Path) -> None:
-    recipe = make_recipe(**DIFF, **GQA, qk_norm=True)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"qk_norm": True},
+        {"lambda_init": {"policy": "constant", "value": 0.7}},
+        {"headwise_norm": False},
+    ],
+    ids=str,
+)
+def test_v1_that_diffllama_cannot_compute_is_exported_as_grouped_and_imported_again(
+    keys: dict[str, object], tmp_path: Path
+) -> None:
+    recipe = make_recipe(**DIFF, **GQA, **keys)
     weights = make_weights(recipe.model)
     expected = paper_logits(weights, recipe.model, make_tokens())
     out = export(recipe, tmp_path / "hf")
@@ -240,8 +251,6 @@ def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (DIFF | {"lambda_init": {"policy": "constant", "value": 0.8}}, "lambda_init"),
-        (DIFF | {"headwise_norm": False}, "headwise_norm"),
         ({"kind": "softmax", "headwise_norm": True}, "headwise_norm"),
         ({"kind": "softmax", "qkv_bias": True, "qk_norm": True}, "qk_norm"),
         (DIFF | {"vocab_size": 256}, "vocab_size"),

@@ -95,7 +95,8 @@ def test_warnings_name_the_questionable_numbers(overrides, ranks, said):
         ([], "DiffLlamaForCausalLM"),
         (["model.attention.qk_norm=true"], "GroupedDiffForCausalLM"),
         (["model.attention.qk_norm=true", "model.baseline=true"], "Qwen3ForCausalLM"),
-        (["model.attention.headwise_norm=false"], "none"),
+        (["model.attention.headwise_norm=false"], "GroupedDiffForCausalLM"),
+        (["model.attention={kind: softmax, num_heads: 24, headwise_norm: true}"], "none"),
     ],
 )
 def test_the_class_of_the_export_is_printed(overrides, name):
