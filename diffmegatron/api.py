@@ -12,6 +12,7 @@ from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.stage_folders import newest_checkpoint
 from diffmegatron.config.schema import Recipe
+from diffmegatron.hf.kinds import NetworkExport
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.launcher import check_launch
 from diffmegatron.training.hook import HOOKS, Hook
@@ -82,8 +83,8 @@ def export(
         difference (``tolerance``), and the ``reason`` for differences.
 
     Raises:
-        UserError: the checkpoint is missing or damaged, ``out`` exists, or the logits of the
-            written files differ by more than the tolerance.
+        UserError: the checkpoint is missing or damaged, its attention has no export, ``out``
+            exists, or the logits of the written files differ by more than the tolerance.
     """
     check_launch()
     directory = Path(checkpoint)
@@ -91,6 +92,11 @@ def export(
         directory = newest
         print_line(f"exporting {directory}")
     read_checkpoint_manifest(directory)
+    # This import loads torch, but not Megatron-core and DeepSpeed.
+    from diffmegatron.checkpoint.checkpoint_format import read_recipe
+
+    model = read_recipe(directory).model
+    NetworkExport(model.attention, model.hidden_size).check()
     with importing_engines():
         from diffmegatron.hf.export_checkpoint import export_checkpoint
 

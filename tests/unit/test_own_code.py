@@ -93,6 +93,8 @@ def test_lambda_per_head_trains_plans_and_refuses_export(corpus, tmp_path, proce
     first, *_, last = (row["attn/lambda_layer_01"] for row in rows)
     assert first != last and first == pytest.approx(0.5, abs=1e-2)
     process()
+    # The refusal needs none of the slow imports.
+    monkeypatch.setattr("diffmegatron.api.importing_engines", None)
     assert refusal in refused(*asked, "export", "run", "hf")
     assert not Path("hf").exists()
 
