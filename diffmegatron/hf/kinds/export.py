@@ -45,7 +45,7 @@ class Export(ABC, Generic[Kind]):
 
         Only classes with ``model_types`` need this method.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} has model_types, so it must define read")
 
     def beside_others(self) -> "Export[Any]":
         """Return the export of such layers in a network with layers of several kinds."""
