@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from diffmegatron.config.load import load_resolved
 from diffmegatron.config.schema import Recipe
@@ -36,31 +37,44 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_length": 48,
 }
-# With a theta of 700, the ramp covers the second and third of the four channels of a head of 8.
-YARN = {"kind": "yarn", "factor": 8.0, "original_length": 96, "beta_fast": 8.0}
+# With a theta of 700, the ramp covers the second and third of the four channels of a head of 8. The
+# scaling reaches 8 * 8 tokens, the length of the sequences; with another reach, transformers warns.
+YARN = {
+    "kind": "yarn",
+    "factor": 8.0,
+    "original_length": 8,
+    "beta_fast": 0.7,
+    "beta_slow": 0.1,
+}
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
+# The names of folders with code must be identifiers; with other names, transformers 4 warns.
 KINDS: dict[str, dict[str, object]] = {
     "diff_v1": DIFF | GQA,
-    "diff_v1, qk_norm": DIFF | GQA | {"qk_norm": True},
+    "diff_v1_qk_norm": DIFF | GQA | {"qk_norm": True},
     "llama": SOFTMAX,
-    "llama, tied": SOFTMAX | {"tied_embeddings": True},
-    "llama 3": SOFTMAX | {"rope_scaling": LLAMA3},
-    "llama, linear": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 4.0}},
-    "llama, yarn": SOFTMAX | {"rope_scaling": YARN},
-    "diff_v1, yarn": DIFF | GQA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
+    "llama_tied": SOFTMAX | {"tied_embeddings": True},
+    "llama_3": SOFTMAX | {"rope_scaling": LLAMA3},
+    "llama_linear": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "llama_yarn": SOFTMAX | {"rope_scaling": YARN},
+    "diff_v1_yarn": DIFF | GQA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
     "qwen3": SOFTMAX | {"qk_norm": True},
     "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
     "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3, "qk_norm": True},
     "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True, "rope_scaling": YARN | MSCALE},
-    "grouped, its own lambda": RATIO
+    "grouped_own_lambda": RATIO
     | {
         "kind": "grouped",
         "headwise_norm": False,
         "lambda_init": {"policy": "constant", "value": 0.7},
     },
 }
-CHANGED = "imported, another theta"
+CHANGED = "imported_other_theta"
+PATTERN = [
+    {"kind": "diff_v2", "num_heads": 4, "head_dim": 8, "layers": 1},
+    {"kind": "diff_v1", "num_heads": 2, "head_dim": 8, "layers": 2},
+    {"kind": "softmax", "num_heads": 6, "head_dim": 8},
+]
 
 # An interpreter with transformers 4 runs this script. In it, this package cannot be imported.
 READER = """
@@ -97,6 +111,12 @@ def logits(folder: Path) -> Tensor:
         return model(make_tokens()).logits
 
 
+def pattern() -> Recipe:
+    values = make_recipe().model_dump()
+    values["model"]["attention"] = PATTERN
+    return Recipe.model_validate(values)
+
+
 def changed_import(folder: Path) -> Recipe:
     source = write_pretrained(folder / "hf", "llama 3.2")
     import_model(source, folder / "run", verify=False)
@@ -109,10 +129,13 @@ def changed_import(folder: Path) -> Recipe:
     not (FOLDER / "transformers").is_dir(),
     reason=f"'make transformers4' has not put transformers 4.57 into {FOLDER.name}",
 )
-def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
+def test_transformers_4_reads_every_kind_of_export(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
     root, tokenizer = tmp_path / "exports", load_tokenizer("bytes")
     recipes = {kind: make_recipe(**keys) for kind, keys in KINDS.items()}
     recipes[CHANGED] = changed_import(tmp_path)
+    recipes["pattern"] = pattern()
     for kind, recipe in recipes.items():
         weights = random_weights(recipe.model)
         original = find_original(recipe)
@@ -122,6 +145,7 @@ def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": str(FOLDER),
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HOME": str(tmp_path / "home"),
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
     }
@@ -135,10 +159,14 @@ def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
         timeout=1700,
     )
     assert run.returncode == 0, run.stderr
+    # Loading an export prints no warning.
+    assert run.stderr == ""
     read = torch.load(tmp_path / "found.pt")
     assert read["version"].startswith("4.57.")
     assert read["found"].keys() == recipes.keys()
     expected_ids = [tokenizer.encode(text).tolist() for text in SAMPLE]
+    transformers_logging.enable_propagation()
+    recwarn.clear()
     for kind, found in read["found"].items():
         expected = logits(root / kind)
         assert logit_difference(found["logits"], expected).relative < 1e-5, kind
@@ -151,6 +179,8 @@ def test_transformers_4_reads_every_kind_of_export(tmp_path: Path) -> None:
             }
         # transformers 5 must read the files that transformers 4 has saved.
         assert logit_difference(logits(root / kind / "again"), expected).relative < 1e-5, kind
+    transformers_logging.disable_propagation()
+    assert not caplog.records and not recwarn.list
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
