@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from typing_extensions import override
 
 from diffmegatron.attention.kinds import AttentionKind, LayerKinds
-from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS, vector_lambda
+from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS, learned_lambda
 from diffmegatron.hf.kinds.network import MIXED
 
 
@@ -77,7 +77,7 @@ class TwoMapsOfHeads(HeadMaps):
     def subtracted(self, attention: Any, maps: Tensor, hidden: Tensor) -> Tensor:
         signal, noise = maps.split((self.num_heads, self.num_heads // self.ratio))
         vectors = (getattr(attention, name).float() for name in LAMBDA_VECTORS)
-        lambda_ = vector_lambda(vectors, attention.lambda_init)
+        lambda_ = learned_lambda(vectors) + attention.lambda_init
         return signal - lambda_ * noise.repeat_interleave(self.ratio, dim=0)
 
 

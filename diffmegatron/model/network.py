@@ -254,12 +254,15 @@ class Decoder(MegatronModule):
         [s, 1, 1, head width] of this context-parallel rank. Without ``documents``, attention
         crosses the boundaries of documents.
         """
+        lambdas = _lambdas([layer.self_attention for layer in self.layers])
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
+            # Recomputation passes gradients on to tensors only if they are arguments.
+            inputs = (hidden, *(lambdas[layer.self_attention] for layer in layers))
             if is_recomputed and self.training:
-                hidden = tensor_parallel.checkpoint(run, False, hidden)
+                hidden = tensor_parallel.checkpoint(run, False, *inputs)
             else:
-                hidden = run(hidden)
+                hidden = run(*inputs)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
@@ -301,15 +304,31 @@ def _run(
     angles: Tensor,
     documents: PackedSeqParams | None,
     hidden: Tensor,
+    *lambdas: Tensor | None,
 ) -> Tensor:
-    for layer in layers:
+    for layer, lambda_ in zip(layers, lambdas, strict=True):
+        layer.self_attention.lambda_ = lambda_
         hidden, _ = layer(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=angles,
             packed_seq_params=documents,
         )
+        layer.self_attention.lambda_ = None
     return hidden
+
+
+def _lambdas(layers: Sequence[SelfAttention]) -> dict[SelfAttention, Tensor | None]:
+    """Return the lambda of each layer whose kind computes the lambdas of several layers together.
+
+    For other layers, the value is None.
+    """
+    found: dict[SelfAttention, Tensor | None] = dict.fromkeys(layers)
+    for kind in {type(layer.kind) for layer in layers}:
+        own = [layer for layer in layers if type(layer.kind) is kind]
+        lambdas = kind.current_lambdas([(layer.kind, layer) for layer in own])
+        found.update(zip(own, lambdas or (), strict=lambdas is not None))
+    return found
 
 
 class Network(torch.nn.Module):

@@ -13,7 +13,7 @@ d the width of a query head.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import Field
@@ -122,6 +122,16 @@ class AttentionKind(Section, ABC):
         """Return the lambda of a layer, 0-dim float32; None without lambda or with one per token.
 
         The log shows this value.
+        """
+        return None
+
+    @classmethod
+    def current_lambdas(cls, layers: "Sequence[tuple[Self, Layer]]") -> "Sequence[Tensor] | None":
+        """Return the lambdas of several layers (0-dim each), computed together, or None.
+
+        ``layers`` has the layers of a virtual pipeline stage whose kinds have this class. The stage
+        calls this method once per forward pass, and :meth:`forward` gets the layer's lambda as
+        ``context.lambda_``. A GPU then launches as few kernels as for one layer.
         """
         return None
 

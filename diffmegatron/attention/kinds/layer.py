@@ -190,8 +190,11 @@ class Context(NamedTuple):
         subtract_noise: (heads, lambda_) -> signal - lambda * noise of every signal head,
             `[b, s, h, d]`. ``heads`` are the results of r signal heads, then of their noise head.
             ``lambda_`` is `[b, s, h]`.
+        lambda_: this layer's lambda of ``current_lambdas``; None if the kind does not have it, or
+            if another network than ours runs the layer.
     """
 
     softmax_attention: Callable[..., "Tensor"]
     diff_attention: Callable[..., "Tensor"]
     subtract_noise: Callable[..., "Tensor"]
+    lambda_: "Tensor | None" = None

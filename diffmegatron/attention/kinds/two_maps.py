@@ -12,8 +12,8 @@ vectors [d] of the layer. By default lambda_init is 0.8 - 0.6 exp(-0.3 (l - 1)) 
 from 1.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field
 from typing_extensions import override
@@ -101,8 +101,19 @@ class VectorLambda(QKNorm, TwoMaps):
 
     @override
     def current_lambda(self, layer: Layer) -> "Tensor":
-        vectors = (layer.parameter(name) for name in LAMBDA_VECTORS)
-        return vector_lambda(vectors, self.lambda_init.of_layer(layer.layer_number))
+        (lambda_,) = self.current_lambdas([(self, layer)])
+        return lambda_
+
+    @classmethod
+    @override
+    def current_lambdas(cls, layers: Sequence[tuple[Self, Layer]]) -> "Sequence[Tensor]":
+        import torch
+
+        names = [(layer, name) for name in LAMBDA_VECTORS for _, layer in layers]
+        vectors = torch.stack([layer.parameter(name) for layer, name in names])
+        learned = learned_lambda(vectors.unflatten(0, (len(LAMBDA_VECTORS), -1)))
+        initial = [kind.lambda_init.of_layer(layer.layer_number) for kind, layer in layers]
+        return torch._foreach_add(learned.unbind(), initial)
 
     def forward(
         self,
@@ -120,7 +131,7 @@ class VectorLambda(QKNorm, TwoMaps):
         from diffmegatron.attention.kernels.api import HeadwiseNorm
 
         maps = split_maps(query, key, value, self.ratio)
-        lambda_ = self.current_lambda(layer)
+        lambda_ = self.current_lambda(layer) if context.lambda_ is None else context.lambda_
         norm = None
         if self.headwise_norm:
             scale = 1.0 - self.lambda_init.of_layer(layer.layer_number)
@@ -128,7 +139,7 @@ class VectorLambda(QKNorm, TwoMaps):
         return context.diff_attention(*maps, lambda_=lambda_, norm=norm)
 
 
-def vector_lambda(vectors: "Iterable[Tensor]", lambda_init: float) -> "Tensor":
-    """Return exp(q1 . k1) - exp(q2 . k2) + ``lambda_init`` of the vectors q1, k1, q2 and k2 [d]."""
+def learned_lambda(vectors: "Iterable[Tensor]") -> "Tensor":
+    """Return exp(q1 . k1) - exp(q2 . k2) of the vectors q1, k1, q2 and k2, each [..., d]: [...]."""
     q1, k1, q2, k2 = vectors
-    return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init
+    return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp()

@@ -9,7 +9,6 @@ d the width of a query.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from megatron.core import tensor_parallel
@@ -49,6 +48,8 @@ class SelfAttention(MegatronModule):
         layer_number: number of the layer, counted from 1 over all pipeline stages.
         step: number of completed optimizer steps.
         rotary_scale: number by which the rotation multiplies queries and keys.
+        lambda_: lambda of this layer in the present forward pass, 0-dim, if the network has computed
+            the lambdas of several layers together; otherwise None.
         observer: function to call in each forward pass, or None.
         observed: numbers of the last forward pass for the log, as name -> 0-dim tensor.
     """
@@ -81,6 +82,7 @@ class SelfAttention(MegatronModule):
             self.context_group, communication, kind.operation, backend
         )
         self.rotary_scale = rotary_scale
+        self.lambda_: Tensor | None = None
         self.observer: Observer | None = None
         self.observed: dict[str, Tensor] = {}
         heads = kind.heads
@@ -169,11 +171,15 @@ class SelfAttention(MegatronModule):
         context = self.whole_sequence.within(documents)
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         from_hidden = None if from_hidden is None else from_hidden.transpose(0, 1)
-        forward = partial(self.kind.forward, self, context)
+
+        def forward(lambda_: Tensor | None, *heads_and_hidden: Tensor | None) -> Tensor:
+            return self.kind.forward(self, context._replace(lambda_=lambda_), *heads_and_hidden)
+
+        inputs = (self.lambda_, query, key, value, from_hidden)
         if self.training and self.config.recompute_granularity == "selective":
-            heads = tensor_parallel.checkpoint(forward, False, query, key, value, from_hidden)
+            heads = tensor_parallel.checkpoint(forward, False, *inputs)
         else:
-            heads = forward(query, key, value, from_hidden)
+            heads = forward(*inputs)
         heads = heads.to(query.dtype).transpose(0, 1).flatten(2).contiguous()
         return self.linear_proj(heads)
 

@@ -29,6 +29,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from diffmegatron.config.model_config import RopeScaling
+from diffmegatron.model import network
 from diffmegatron.model.build import build_model
 from diffmegatron.model.layers.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from diffmegatron.model.layers.rotary import rotary_angles
@@ -168,7 +169,8 @@ def test_full_recomputation_keeps_the_inputs_of_groups(tiny_recipe, overrides, g
     """Check the groups of recomputed layers, and that recomputation changes no bit of a gradient.
 
     Each checkpoint of activations covers one group. ``groups`` has the number of layers of each
-    group, in the order of the forward pass.
+    group, in the order of the forward pass. In the expected gradients, each layer computes its own
+    lambda, where otherwise the network computes the lambdas of all layers together.
     """
     counts: list[int] = []
     apply = CheckpointFunction.apply
@@ -183,11 +185,13 @@ def test_full_recomputation_keeps_the_inputs_of_groups(tiny_recipe, overrides, g
     def gradients(*overrides):
         recipe = tiny_recipe("model.num_layers=4", *overrides)
         with process_groups(recipe.parallel, seed=1) as parallel_state:
-            network = build_model(recipe, parallel_state)
-            network(tokens[:, :-1], labels=tokens[:, 1:]).sum().backward()
-            return [parameter.grad for parameter in network.parameters()]
+            model = build_model(recipe, parallel_state)
+            model(tokens[:, :-1], labels=tokens[:, 1:]).sum().backward()
+            return [parameter.grad for parameter in model.parameters()]
 
-    expected = gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "_lambdas", dict.fromkeys)
+        expected = gradients()
     monkeypatch.setattr(CheckpointFunction, "apply", counted)
     for own, other in zip(gradients(overrides), expected, strict=True):
         assert torch.equal(own, other)
