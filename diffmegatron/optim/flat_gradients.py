@@ -43,6 +43,9 @@ class FlatGradients:
             hook.remove()
         zero_optimizer._grad_acc_hooks.clear()
 
+    def add_pending(self) -> None:
+        """Add the gradients that wait to be added together; call it before you read ``groups``."""
+
     def assign_to_optimizer(self) -> None:
         """Assign the reduced gradients to the attributes that DeepSpeed's step reads."""
 
@@ -63,35 +66,52 @@ def flat_gradients(zero_optimizer: Any) -> FlatGradients | None:
 
 
 class _Bf16Gradients(FlatGradients):
-    """DeepSpeed's flat float32 gradients of a bf16 model, with hooks that add without a copy."""
+    """DeepSpeed's flat float32 gradients of a bf16 model, with hooks that add without a copy.
+
+    The float32 parameters of a bf16 model are small vectors (lambdas and norms of heads). Their
+    gradients of a microbatch are added in one kernel.
+    """
 
     def __init__(self, zero_optimizer: Any) -> None:
         super().__init__(
             zero_optimizer, zero_optimizer.fp32_groups_gradients_flat, zero_optimizer.bf16_groups
         )
+        # Total and new gradient of each parameter whose gradient is not yet added.
+        self._pending: dict[torch.nn.Parameter, tuple[Tensor, Tensor]] = {}
         # When DeepSpeed's engine is destroyed, it removes the hooks in this list.
         zero_optimizer._grad_acc_hooks += [
             parameter.register_post_accumulate_grad_hook(
-                partial(_add, zero_optimizer, (number, place), gradient)
+                partial(self._take, (number, place), gradient)
             )
             for number, group in enumerate(self.groups)
             for place, (parameter, gradient) in enumerate(group.gradients())
         ]
 
+    def _take(
+        self, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
+    ) -> None:
+        """Add a new gradient to the float32 ``total``, or put it off until `add_pending`.
 
-def _add(
-    zero_optimizer: Any, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
-) -> None:
-    """Add a new bf16 gradient to the float32 ``total``.
+        ``place`` is (index of the parameter group, index of the parameter in the group).
+        """
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.dtype == torch.float32:
+            if parameter in self._pending:
+                self.add_pending()
+            self._pending[parameter] = total, gradient
+        else:
+            total.add_(gradient)
+        parameter.grad = None
+        parameter._hp_grad = total  # type: ignore[attr-defined]
+        number, index = place
+        self._optimizer.fp32_groups_has_gradients[number][index] = True
 
-    ``place`` is (index of the parameter group, index of the parameter in the group).
-    """
-    assert parameter.grad is not None
-    total.add_(parameter.grad)
-    parameter.grad = None
-    parameter._hp_grad = total  # type: ignore[attr-defined]
-    number, index = place
-    zero_optimizer.fp32_groups_has_gradients[number][index] = True
+    def add_pending(self) -> None:
+        if self._pending:
+            totals, gradients = zip(*self._pending.values(), strict=True)
+            torch._foreach_add_(totals, gradients)
+            self._pending.clear()
 
 
 class _Float32Gradients(FlatGradients):

@@ -124,7 +124,10 @@ class GradientReduction:
         self._start(ready)
 
     def _start(self, stop: int) -> None:
-        for bucket in self._buckets[len(self._norms) : stop]:
+        ready = self._buckets[len(self._norms) : stop]
+        if ready:
+            self.gradients.add_pending()
+        for bucket in ready:
             norms = torch._foreach_norm(list(bucket.gradients.values()))
             self._norms.append(torch.stack(list(norms)))
             if self._process_group.size() > 1:
