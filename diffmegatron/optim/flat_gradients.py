@@ -87,9 +87,7 @@ class _Bf16Gradients(FlatGradients):
             for place, (parameter, gradient) in enumerate(group.gradients())
         ]
 
-    def _take(
-        self, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter
-    ) -> None:
+    def _take(self, place: tuple[int, int], total: Tensor, parameter: torch.nn.Parameter) -> None:
         """Add a new gradient to the float32 ``total``, or put it off until `add_pending`.
 
         ``place`` is (index of the parameter group, index of the parameter in the group).

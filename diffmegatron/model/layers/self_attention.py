@@ -48,7 +48,7 @@ class SelfAttention(MegatronModule):
         layer_number: number of the layer, counted from 1 over all pipeline stages.
         step: number of completed optimizer steps.
         rotary_scale: number by which the rotation multiplies queries and keys.
-        lambda_: lambda of this layer in the present forward pass, 0-dim, if the network has computed
+        lambda_: 0-dim lambda of this layer in the present forward pass, if the network has computed
             the lambdas of several layers together; otherwise None.
         observer: function to call in each forward pass, or None.
         observed: numbers of the last forward pass for the log, as name -> 0-dim tensor.
