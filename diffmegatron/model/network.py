@@ -258,11 +258,11 @@ class Decoder(MegatronModule):
         for layers, is_recomputed in self._groups():
             run = partial(_run, layers, angles, documents)
             # Recomputation passes gradients on to tensors only if they are arguments.
-            inputs = (hidden, *(lambdas[layer.self_attention] for layer in layers))
+            own = [lambdas[layer.self_attention] for layer in layers]
             if is_recomputed and self.training:
-                hidden = tensor_parallel.checkpoint(run, False, *inputs)
+                hidden = tensor_parallel.checkpoint(run, False, hidden, *own)
             else:
-                hidden = run(*inputs)
+                hidden = run(hidden, *own)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:

@@ -172,8 +172,10 @@ class SelfAttention(MegatronModule):
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         from_hidden = None if from_hidden is None else from_hidden.transpose(0, 1)
 
-        def forward(lambda_: Tensor | None, *heads_and_hidden: Tensor | None) -> Tensor:
-            return self.kind.forward(self, context._replace(lambda_=lambda_), *heads_and_hidden)
+        def forward(
+            lambda_: Tensor | None, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None
+        ) -> Tensor:
+            return self.kind.forward(self, context._replace(lambda_=lambda_), q, k, v, hidden)
 
         inputs = (self.lambda_, query, key, value, from_hidden)
         if self.training and self.config.recompute_granularity == "selective":
