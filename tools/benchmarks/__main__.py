@@ -23,9 +23,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     # Imported late because spawned processes import this module and must start fast.
     from diffmegatron.errors import UserError
+    from tools.benchmarks.command_line import parse
 
     try:
-        import_module(f"tools.benchmarks.{argv[0]}").main(argv[1:])
+        arguments = parse(argv[0], argv[1:])
+        import_module(f"tools.benchmarks.{argv[0]}").main(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ slows down affects all of them. Writes NAME.json, NAME.md and NAME.png to docs/r
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module, util
 from pathlib import Path
@@ -28,9 +28,8 @@ from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import describe_machine, timed
+from tools.benchmarks.timing import default_device, describe_machine, timed
 from tools.paths import RESULTS
 
 # Name of the form that computes a Transformer's attention by torch's scaled_dot_product_attention.
@@ -51,34 +50,6 @@ FORMS = {
 }
 
 Form = tuple[Callable[..., Tensor], list[Tensor]]
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    on_gpu = torch.cuda.is_available()
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536]
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help="tokens per batch; default: one sequence, on a GPU the greatest length",
-    )
-    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
-    parser.add_argument("--kv-heads", type=int, help="kv heads of diff attention; default: h")
-    parser.add_argument("--head-dim", type=int, default=128, help="d")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        choices=DIFFERENTIAL,
-        help="backends to time; default: all that can run, on a GPU except plain PyTorch",
-    )
-    parser.add_argument("--name", help="name of the result files; default: device, dtype and d")
-    return parser.parse_args(argv)
 
 
 def tokens_per_batch(arguments: argparse.Namespace) -> int | None:
@@ -330,9 +301,9 @@ def write_plot(path: Path, report: dict) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure each length, and write the files after each."""
-    arguments = parse_arguments(argv)
+    arguments.device = arguments.device or default_device()
     torch.manual_seed(0)
     ceiling = matmul_ceiling(arguments)
     kv_heads = arguments.kv_heads or arguments.heads

@@ -18,7 +18,6 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +26,8 @@ from diffmegatron.checkpoint.checkpoint_format import Position, open_checkpoint
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
 from diffmegatron.data.prepare.prepare import prepare
-from diffmegatron.files import HeldFolder
+from diffmegatron.errors import UserError
+from diffmegatron.files import HeldFolder, format_path
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.gradient_clipping import local_gradient_norms
@@ -40,7 +40,6 @@ from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.compute.step import forward_backward
 from diffmegatron.training.saving.resume import load_snapshot, newest_good
 from diffmegatron.training.saving.saver import Saver
-from tools.benchmarks.command_line import make_parser
 from tools.paths import ROOT
 
 RECIPE = """
@@ -55,22 +54,12 @@ checkpoint: {{keep_last: 1}}
 """
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure everything and write the report."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        required=True,
-        help="directory to create on the disk to measure; removed at the end",
-    )
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model; default 8")
-    parser.add_argument("--hidden", type=int, default=768, help="hidden size; default 768")
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind; default 5")
-    parser.add_argument("--out", type=Path, help="file of the report; default: print only")
-    arguments = parser.parse_args(argv)
     if arguments.scratch.exists():
-        parser.error(f"--scratch {arguments.scratch} exists; give the path of a new directory")
+        raise UserError(
+            f"--scratch {format_path(arguments.scratch)} exists; give the path of a new directory"
+        )
     arguments.scratch.mkdir(parents=True)
     sources = ROOT / "diffmegatron"
     prepare([sources], arguments.scratch / "corpus", "bytes", pattern="*.py", show_progress=False)

@@ -13,7 +13,7 @@ passes alternate. Writes chunks_DEVICE_DTYPE_dD.json to docs/results/, where D i
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,26 +28,11 @@ from diffmegatron.attention.kernels.api import (
 )
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, Call, why_not
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import describe_machine, timed
+from tools.benchmarks.timing import default_device, describe_machine, timed
 from tools.paths import RESULTS
 
 BASELINE = "transformer"
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    on_gpu = torch.cuda.is_available()
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--chunk", type=int, default=4096, help="number of queries and of keys")
-    parser.add_argument("--heads", type=int, default=12, help="diff heads h; the baseline has 2h")
-    parser.add_argument("--head-dim", type=int, default=128, help="d")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--name", help="name of the result file; default: device, dtype and d")
-    return parser.parse_args(argv)
 
 
 def draw_maps(arguments: argparse.Namespace, count: int) -> QKV:
@@ -121,13 +106,13 @@ def measure(forms: dict[str, Callable[[], object]], arguments: argparse.Namespac
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure two pairs of chunks, and write the file.
 
     In the first pair a chunk attends to itself with the causal mask. In the second pair it attends
     to an earlier chunk, all of whose keys are visible.
     """
-    arguments = parse_arguments(argv)
+    arguments.device = arguments.device or default_device()
     torch.manual_seed(0)
     positions = {
         "own chunk": {"causal": True},

@@ -33,11 +33,10 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 
 LENGTH = 512
@@ -86,7 +85,6 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "lora": ("LoRA of rank 66", [*ALL, "model.lora={{rank: 66, alpha: 132}}"]),
     "full": ("everything, at 1e-5", [*ALL, "optimizer.lr=1e-5"]),
 }
-PARTS = ("arms", "starts", "throughput")
 NORMAL = ["model.attention.projection_init={{kind: normal, scale: 0.02}}"]
 STARTS: dict[str, tuple[str, list[str]]] = {
     "control": ("without the term", PLAIN),
@@ -104,9 +102,8 @@ STARTS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Run the unfinished runs of the selected parts, and write the report."""
-    arguments = parse_arguments(argv)
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     prepare(arguments.model, arguments.texts, work)
@@ -139,21 +136,6 @@ def main(argv: Sequence[str]) -> None:
         report["inference"] = inference(arguments.model, work, arguments.timed_steps)
         write(report, arguments.out)
     print(arguments.out.with_suffix(".md").read_text())
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder")
-    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXTS", help="input of prepare")
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
-    parser.add_argument("--steps", type=int, default=100, help="of 1,024 tokens, in every arm")
-    parser.add_argument("--start-steps", type=int, default=24, help="of 512 tokens, in every start")
-    parser.add_argument("--timed-steps", type=int, default=5, help="steps of every timed run")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of every start and timed arm")
-    parser.add_argument("--work", type=Path, default=Path("runs/compare_dex"), help="the runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
-    return parser.parse_args(argv)
 
 
 def diffmegatron(*arguments: object) -> None:

@@ -18,9 +18,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,27 +35,14 @@ from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.step import forward_backward
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine
-from tools.paths import RESULTS
 
 Step = Callable[[], float]
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
-    parser.add_argument("--seconds", type=float, default=15.0, help="CPU time per length")
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_step.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure, print and write the report."""
-    arguments = parse_arguments(argv)
     torch.set_num_threads(1)
     rows = [
         measure(length, arguments.vocabulary, arguments.seconds) for length in arguments.lengths

@@ -22,7 +22,6 @@ of CPU time, so that other work on the machine does not count; wall time is repo
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -30,7 +29,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
@@ -42,7 +41,6 @@ import numpy as np
 from diffmegatron.data.tokenizers import load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.machine import cpu_name
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.data_measurements import (
     ASKED_SHARES,
     bare_loop,
@@ -214,83 +212,13 @@ def in_process(function: Callable[..., Result], *arguments: object) -> Result:
             ) from None
 
 
-def count(text: str) -> int:
-    """Parse a positive whole number of the command line, such as 8 or 1e9."""
-    number = float(text)
-    if not 1 <= number < math.inf or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number such as 8 or 1e9")
-    return int(number)
+MEASUREMENTS = {
+    measure.__name__: measure for measure in (tokenise, parts, loader, startup, upsampling)
+}
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; the attribute ``measure`` is the function of the measurement."""
-    parser = make_parser(__name__, __doc__)
-    commands = parser.add_subparsers(dest="part", required=True, metavar="PART")
-
-    def add_part(measure: Callable[..., dict[str, Any]], warning: str = "") -> Any:
-        name, said = measure.__name__, f"{measure.__doc__}{warning}"
-        part = commands.add_parser(name, help=said, description=said)
-        part.set_defaults(measure=measure)
-        part.add_argument("--scratch", type=Path, required=True, help="folder for the corpora")
-        part.add_argument(
-            "--name", default=f"data_{name}", help="name of the result file; default %(default)s"
-        )
-        return part
-
-    part = add_part(tokenise)
-    part.add_argument(
-        "--megabytes",
-        type=count,
-        nargs="+",
-        default=[10, 100, 1000],
-        help="sizes of the texts, all written to --scratch; default 10 100 1000",
-    )
-    part.add_argument(
-        "--tokenizer", default="cl100k_base", help="one of tiktoken's: cl100k_base, bytes or a file"
-    )
-    part.add_argument("--repeats", type=count, default=5, help="repetitions; default 5")
-    part = add_part(parts)
-    part.add_argument(
-        "--megabytes", type=count, default=300, help="total size of the text; default %(default)s"
-    )
-    part.add_argument(
-        "--processes", type=count, nargs="+", default=[1, 2], help="processes at once; default 1 2"
-    )
-    part.add_argument(
-        "--tokenizer", default="cl100k_base", help="tokenizer of prepare; default %(default)s"
-    )
-    part.add_argument("--repeats", type=count, default=3, help="repetitions (median); default 3")
-    part = add_part(loader)
-    part.add_argument(
-        "--tokens", type=count, default=150_000_000, help="tokens of the corpora, 4 bytes each"
-    )
-    part.add_argument(
-        "--seq-lengths", type=count, nargs="+", default=[4096, 65536], help="default 4096 65536"
-    )
-    part.add_argument("--repeats", type=count, default=3, help="repetitions (median); default 3")
-    part = add_part(
-        startup,
-        " The default goes up to a trillion tokens, which take 9 GB of --scratch, 12 GiB of memory "
-        "and minutes.",
-    )
-    part.add_argument(
-        "--tokens",
-        type=count,
-        nargs="+",
-        default=[10**9, 10**10, 10**11, 10**12],
-        help="tokens of the corpora, in documents of 4000; default 1e9 1e10 1e11 1e12",
-    )
-    part.add_argument("--repeats", type=count, default=5, help="repetitions (median); default 5")
-    part = add_part(upsampling)
-    part.add_argument(
-        "--tokens", type=count, default=10**9, help="tokens to draw, from sources a tenth as large"
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(options: argparse.Namespace) -> None:
     """Run one measurement, print its result and write it."""
-    options = parse_arguments(argv)
     path = RESULTS / f"{options.name}.json"
     for directory in (path.parent, options.scratch):
         directory.mkdir(parents=True, exist_ok=True)
@@ -299,7 +227,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     described = machine()
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        measured = options.measure(Path(folder), options)
+        measured = MEASUREMENTS[options.part](Path(folder), options)
     text = json.dumps({"part": options.part, "machine": described, **measured}, indent=1)
     print(text)
     path.write_text(text + "\n")

@@ -16,11 +16,11 @@ On a GPU, with more items and larger batches:
         --items 250 --batch-tokens 1 8192 65536 --name evaluation_batches_gpu
 """
 
+import argparse
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from diffmegatron.evaluation.model import Computing, Model
 from diffmegatron.evaluation.requests import Answer, Generation, LabelTree, Request, Scored, Scoring
 from diffmegatron.evaluation.suites import make_suites
 from diffmegatron.evaluation.targets import Target, find_targets
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.paths import RESULTS
 
@@ -145,18 +144,8 @@ def _differences(one: list[Answer], other: list[Answer]) -> dict[str, float]:
     return {"largest_difference_in_nats": nats, "texts_that_differ": texts}
 
 
-def main(argv: Sequence[str]) -> None:
+def main(given: argparse.Namespace) -> None:
     """Measure every suite with every value of --batch-tokens, and write the report."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("model", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--haystack", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--items", type=int, default=4, help="of each part")
-    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[1, 4096])
-    parser.add_argument("--name", default="evaluation_batches")
-    given = parser.parse_args(argv)
     (target,) = find_targets([given.model], given.model)
     options = {"data": (given.data,), "haystack": given.haystack, "data_dir": given.data_dir}
     parts: dict[str, Any] = {}

@@ -19,7 +19,6 @@ import argparse
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 
 import torch
 
@@ -27,10 +26,9 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import timed
-from tools.paths import RESULTS, ROOT
+from tools.paths import RESULTS
 
 BASELINE = "Transformer"
 SMALL = [
@@ -43,28 +41,8 @@ SMALL = [
 ]
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
-    parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="use a narrower model, for a CPU")
-    parser.add_argument(
-        "--attention",
-        action="append",
-        metavar="KIND[,KEY=VALUE...]",
-        help="kind of attention to measure, with keys of its section, such as "
-        "grouped,signal_per_noise=3; may be repeated; default: the recipe's",
-    )
-    parser.add_argument("--name", default="layer", help="name of the result files")
-    parser.add_argument("overrides", nargs="*", help="overrides of the recipe, KEY=VALUE")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure, print and write the report."""
-    arguments = parse_arguments(argv)
     models = recipes(arguments)
     measured = {
         layers: measure(models, layers, arguments.repetitions) for layers in arguments.layers

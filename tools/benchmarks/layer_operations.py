@@ -38,9 +38,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model import build, cross_entropy_kernel, language_model_loss
 from diffmegatron.model.layers import self_attention
 from diffmegatron.parallel.parallel_state import process_groups
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
-from tools.paths import RESULTS, ROOT
+from tools.paths import RESULTS
 
 BASELINE = "Transformer"
 MEGATRON = "Transformer, Megatron-core's own"
@@ -65,21 +64,8 @@ NO_KERNEL = {
 }
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
-    parser.add_argument(
-        "--attention", action="append", help="kind to count beside the Transformer; default: all"
-    )
-    parser.add_argument("--name", default="layer_operations", help="name of the result files")
-    parser.add_argument("overrides", nargs="*", help="overrides of the recipe, KEY=VALUE")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Count, print and write the report."""
-    arguments = parse_arguments(argv)
     kinds = arguments.attention or ["diff_v1", "diff_v2", "grouped"]
     recipes = {
         kind: load_recipe(arguments.recipe, [*arguments.overrides, f"model.attention.kind={kind}"])

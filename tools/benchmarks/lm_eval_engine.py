@@ -7,6 +7,7 @@ command writes. The engine receives the model through an adapter class. docs/des
 shows the results. Writes docs/results/lm_eval_engine.json.
 """
 
+import argparse
 import json
 import math
 import tempfile
@@ -34,7 +35,6 @@ from diffmegatron.evaluation.model import Model
 from diffmegatron.evaluation.requests import Answer, Request, Scoring
 from diffmegatron.evaluation.targets import Target, find_targets
 from diffmegatron.hf.tokenizer import write_tokenizer
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.paths import RESULTS
 
@@ -151,11 +151,8 @@ def _break(folder: Path) -> None:
     network.save_pretrained(folder)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(given: argparse.Namespace) -> None:
     """Run both engines whole, interrupted, and with a network that computes NaN."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--questions", type=int, default=200, help="number of questions")
-    given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         folder = Path(temporary)
         model = _write(folder, given.questions)

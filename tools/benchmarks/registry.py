@@ -1,4 +1,4 @@
-"""Names and descriptions of the benchmarks; each is a module with a function ``main``."""
+"""Names and descriptions of the benchmarks; each is a module whose ``main`` takes its arguments."""
 
 BENCHMARKS = {
     "attention": "differential attention backends compared with a Transformer's attention",

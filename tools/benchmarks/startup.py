@@ -18,29 +18,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from diffmegatron import prepare
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine
-from tools.paths import RESULTS
 
 MODES = ("train", "plain")
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS / "startup.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure, print and write the report."""
-    arguments = parse_arguments(argv)
     taken: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     helped = []
     with tempfile.TemporaryDirectory() as name:

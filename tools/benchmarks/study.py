@@ -27,16 +27,13 @@ from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import format_path
 from diffmegatron.training.monitoring.evaluators import HELD_OUT
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.study_file import Cell, PlannedRun, Study, load_study, wanted_runs
 from tools.benchmarks.study_report import write_report
 from tools.benchmarks.study_runs import Line, Lines, Runner, StoppedError, differences
-from tools.paths import RESULTS
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Run the unfinished runs of a study and write the report, or repeat one run."""
-    arguments = parse_arguments(argv)
     study = load_study(arguments.study)
     name = arguments.study.stem
     lines = Lines(arguments.out / f"{name}.jsonl")
@@ -56,19 +53,6 @@ def main(argv: Sequence[str]) -> None:
             run_all(study, cells, runner, lines, arguments.jobs)
     write_report(study, lines.by_run, arguments.out / name)
     print((arguments.out / f"{name}.md").read_text())
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("study", type=Path, metavar="FILE", help="YAML file of the study")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
-    parser.add_argument("--arms", type=lambda text: text.split(","), help="arms to run: A,B")
-    parser.add_argument("--report-only", action="store_true", help="run nothing")
-    parser.add_argument("--repeat", metavar="RUN", help="train RUN again and compare it")
-    parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of runs")
-    parser.add_argument("--out", type=Path, default=RESULTS / "studies", help="folder of results")
-    return parser.parse_args(argv)
 
 
 def selected_cells(study: Study, arms: Sequence[str] | None) -> list[Cell]:

@@ -12,17 +12,16 @@ Long documents are split at empty lines, and each piece is held out or not. With
 source of few long documents could have no held-out text.
 """
 
+import argparse
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from diffmegatron import prepare
 from diffmegatron.data.tokenizers import END_OF_TEXT
 from diffmegatron.evaluation.text import read_texts
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.corpus_files import write_json_lines, write_tokenizer
 
 # Maximum number of characters in a piece. Only a piece of a single paragraph may be longer, because
@@ -30,14 +29,8 @@ from tools.benchmarks.corpus_files import write_json_lines, write_tokenizer
 _CHARACTERS = 8_000
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Write the pieces, the tokenizer and the corpus."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="files or folders")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--vocabulary", type=int, default=2048, help="tokens of the BPE")
-    parser.add_argument("--held-out", type=float, default=0.02, help="share of the pieces")
-    arguments = parser.parse_args(argv)
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     pieces = list(

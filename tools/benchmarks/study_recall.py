@@ -12,30 +12,20 @@ values are drawn uniformly, and D is drawn uniformly from ``--pairs``. OUT gets
     held_out.jsonl    further documents as texts, for the suite associative-recall
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+import argparse
 from random import Random
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diffmegatron import prepare
 from diffmegatron.data.tokenizers import END_OF_TEXT
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.corpus_files import write_json_lines, write_tokenizer
 
 Pair = tuple[str, str]
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Write the tokenizer, the corpus and the held-out texts."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--pairs", type=int, nargs="+", default=[2, 4, 8], help="values of D")
-    parser.add_argument("--keys", type=int, default=32, help="number of keys, and of values")
-    parser.add_argument("--documents", type=int, default=150_000, help="training documents")
-    parser.add_argument("--held-out", type=int, default=512, help="documents held out")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    arguments = parser.parse_args(argv)
     out, random = arguments.out, Random(arguments.seed)
     out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(make_tokenizer(arguments.keys), out / "tokenizer")

@@ -19,17 +19,17 @@ article, page or play, or with some 8,000 characters of the dictionary. The Wiki
 9,500 lines. Texts of up to 200 characters are left out.
 """
 
+import argparse
 import gzip
 import html
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.corpus_files import write_json_lines
 
 # Texts of up to this many characters are left out, because they are titles and pages of links.
@@ -39,13 +39,8 @@ _DICTIONARY_CHARACTERS = 8_000
 Texts = Iterator[tuple[str, str]]
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Write a file for each source, and print how many documents and characters it has."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("packages", type=Path, metavar="PACKAGES", help="folder of the downloads")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the JSONL files")
-    parser.add_argument("--only", choices=SOURCES, help="write this source alone")
-    arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in [arguments.only] if arguments.only else DEFAULT_SOURCES:
         found = SOURCES[name](arguments.packages)

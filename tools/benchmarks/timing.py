@@ -38,6 +38,11 @@ def timed(function: Callable[[], Result], device: str) -> tuple[float, Result]:
     return before.elapsed_time(after) / 1e3, result
 
 
+def default_device() -> str:
+    """Return "cuda" if torch can use a GPU, otherwise "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def describe_machine(device: str) -> dict[str, str | int]:
     """Return the CPU, the GPU, the number of threads and the versions of the attention libraries.
 

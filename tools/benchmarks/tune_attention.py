@@ -18,10 +18,9 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -33,7 +32,7 @@ from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.attention.kernels.triton.block_sizes import BlockSizes
-from tools.benchmarks.command_line import make_parser
+from diffmegatron.errors import UserError
 from tools.benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
 from tools.benchmarks.json_report import write_json_report
 from tools.benchmarks.timing import describe_machine, timed
@@ -50,44 +49,23 @@ LOOPS = dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
 COUNTED = sorted(capability for capability in SHARED_LIMIT if capability // 10 != 10)
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument(
-        "--capability",
-        type=int,
-        choices=COUNTED,
-        help="without a GPU: compute capability to compile for; default 90 (Hopper)",
-    )
-    parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="M to try")
-    parser.add_argument("--keys", type=int, nargs="+", default=[32, 64, 128], help="N to try")
-    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--licm",
-        type=int,
-        nargs="+",
-        choices=[0, 1],
-        default=[0, 1],
-        help="loop-invariant code motion to try: without (0), with (1)",
-    )
-    parser.add_argument("--listed", type=Path, help="earlier result whose best blocks to try")
-    parser.add_argument("--best", type=int, default=8, help="number of them per kernel")
-    parser.add_argument("--name", help="name of the result file; default: the chip and d")
-    arguments = parser.parse_args(argv)
+def find_capability(given: int | None) -> int:
+    """Return the compute capability of the GPU; without a GPU, the given one, by default Hopper's.
+
+    Raises:
+        UserError: If the kernels are not tuned for this capability, or the GPU has another one.
+    """
     here = this_capability()
-    if here is not None and here not in SHARED_LIMIT:
-        known = ", ".join(map(str, sorted(SHARED_LIMIT)))
-        parser.error(f"this GPU's compute capability is {here}; the kernels are tuned on {known}")
-    if here is not None and arguments.capability not in (None, here):
-        parser.error(f"--capability {arguments.capability} on a GPU of {here}: leave it out")
-    arguments.capability = here or arguments.capability or 90
-    return arguments
+    known = sorted(SHARED_LIMIT) if here is not None else COUNTED
+    capability = here or given or 90
+    if capability not in known:
+        raise UserError(
+            f"compute capability {capability} is unknown; the kernels are tuned on "
+            + ", ".join(map(str, known))
+        )
+    if given not in (None, capability):
+        raise UserError(f"--capability {given} on a GPU of {here}: leave it out")
+    return capability
 
 
 def this_capability() -> int | None:
@@ -243,9 +221,9 @@ def _badness(row: dict) -> tuple:
     return (1, many_spills, not overlaps, row["estimated_cycles"], row["spills_in_loops"])
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Try every kernel, then write the file and print the best of each."""
-    arguments = parse_arguments(argv)
+    arguments.capability = find_capability(arguments.capability)
     on_gpu, chip = torch.cuda.is_available(), f"sm_{arguments.capability}"
     report: dict = {
         "machine": describe_machine("cuda" if on_gpu else "cpu"),
