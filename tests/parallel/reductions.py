@@ -63,8 +63,8 @@ def _train(recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> tuple[str, str]:
         group = parallel_state.data_context_group
 
         def recording(tensor: torch.Tensor, *args: object, **kwargs: object):
-            # Single numbers are counts and losses, not gradients.
-            if kwargs.get("group") is group and tensor.numel() > 1:
+            # One number is a count, and two are the cross-entropy and the z-loss, not gradients.
+            if kwargs.get("group") is group and tensor.numel() > 2:
                 events.append("s")
             return all_reduce(tensor, *args, **kwargs)
 

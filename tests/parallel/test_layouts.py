@@ -194,8 +194,8 @@ def test_sums_begin_in_the_backward_pass(layout, run):
         assert late.endswith("s")
         assert late.rstrip("s").count("s") == 0
     # The sums of the embedding, which gets its gradient last, and of the first layer may begin
-    # after the last gradient. The other sums, at least half, must begin earlier.
-    assert during.rstrip("s").count("s") >= during.count("s") / 2 > 0
+    # after the last gradient. The other sums, more than half, must begin earlier.
+    assert during.rstrip("s").count("s") > during.count("s") / 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
