@@ -72,6 +72,16 @@ def only_last(folders: Sequence[StageFolder]) -> StageFolder:
     raise UserError(f"{format_path(folders[0].run_dir.parent)} has {problem}; give one of {listed}")
 
 
+def earlier_stages(run_dir: Path) -> list[StageFolder]:
+    """Return the stages beside a stage from which its training continued, the last one first."""
+    found: list[StageFolder] = []
+    name = _start(run_dir)
+    while name is not None and name not in {folder.name for folder in found}:
+        found.append(StageFolder(name, run_dir.parent / name))
+        name = _start(found[-1].run_dir)
+    return found
+
+
 def is_run_dir(path: Path) -> bool:
     """Return whether ``path`` is a ``run_dir``: it or a folder in it contains ``checkpoints``."""
     try:

@@ -138,7 +138,7 @@ _TARGET_COLUMNS = {
     "path": "path",
     "model_type": "model_type",
     "parameters": "parameters",
-    "tokens": "tokens of its stage",
+    "tokens": "trained tokens",
     "seed": "seed",
     "context": "context",
     "dtype": "dtype",

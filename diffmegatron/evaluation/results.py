@@ -16,6 +16,10 @@ from matplotlib.figure import Figure
 
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
+from diffmegatron.checkpoint.checkpoint_store import RECIPE
+from diffmegatron.checkpoint.stage_folders import earlier_stages
+from diffmegatron.config.load import load_resolved
+from diffmegatron.config.schema import Recipe
 from diffmegatron.evaluation.bootstrap import difference, estimate
 from diffmegatron.evaluation.conclusions import conclusions, draw_conclusions
 from diffmegatron.evaluation.evaluate_settings import Computing
@@ -100,7 +104,7 @@ def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
         )
         described |= {
             "parameters": count_parameters(recipe.model).total,
-            "tokens": step * recipe.training.tokens_per_step,
+            "tokens": _trained_tokens(target.checkpoint, recipe, step),
             "seed": recipe.training.seed,
         }
     if computing is None:
@@ -110,6 +114,18 @@ def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
         "context": None if math.isinf(target.context) else target.context,
         "dtype": computing.dtype_of(target),
     }
+
+
+def _trained_tokens(checkpoint: Path, recipe: Recipe, step: int) -> int | None:
+    """Return the tokens of all stages up to a checkpoint; None if an earlier stage is removed."""
+    tokens = step * recipe.training.tokens_per_step
+    # The checkpoint is RUN_DIR/checkpoints/step_...
+    for stage in earlier_stages(checkpoint.resolve().parent.parent):
+        if not (steps := stage.store.steps()):
+            return None
+        earlier = load_resolved(stage.run_dir / RECIPE)
+        tokens += steps[-1] * earlier.training.tokens_per_step
+    return tokens
 
 
 def _nonempty_records(measured: Mapping[str, Measured]) -> dict[str, list[Record]]:

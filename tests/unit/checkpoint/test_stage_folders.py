@@ -6,7 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
-from diffmegatron.checkpoint.stage_folders import newest_checkpoint, stage_folders
+from diffmegatron.checkpoint.stage_folders import (
+    earlier_stages,
+    newest_checkpoint,
+    stage_folders,
+)
 from diffmegatron.commands.checkpoint import app
 from diffmegatron.errors import UserError
 from tests.checkpoints import write_checkpoint
@@ -49,6 +53,8 @@ def test_stages_come_in_the_order_of_their_starts(run: Path) -> None:
     assert newest_checkpoint(run) == CheckpointStore(run / "extend").path(6)
     assert newest_checkpoint(run / "pretrain") == CheckpointStore(run / "pretrain").path(20)
     assert newest_checkpoint(run / "attempts") is None
+    assert [each.name for each in earlier_stages(run / "chat")] == ["extend", "pretrain"]
+    assert not earlier_stages(run / "pretrain")
 
 
 def test_several_last_stages_are_refused(run: Path) -> None:
@@ -67,6 +73,7 @@ def test_stages_that_start_from_each_other_are_refused(tmp_path: Path) -> None:
     add_stage(tmp_path / "run", "chat", "extend", 5)
     with pytest.raises(UserError, match=r"start from each other; give one of .*chat, .*extend"):
         newest_checkpoint(tmp_path / "run")
+    assert [each.name for each in earlier_stages(tmp_path / "run/chat")] == ["extend", "chat"]
 
 
 def test_commands_name_the_stage(run: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
+from diffmegatron.checkpoint.checkpoint_format import open_checkpoint, read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
@@ -38,7 +38,9 @@ from diffmegatron.evaluation.targets import Target, find_targets
 from diffmegatron.files import read_text
 from diffmegatron.hf.export_checkpoint import export_checkpoint, training_logits
 from diffmegatron.hf.import_model import import_model
+from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.trainer import train
+from tests.checkpoints import write_checkpoint
 from tests.paths import DOCS
 from tests.pretrained import write_pretrained
 
@@ -616,6 +618,26 @@ def test_loss_distinguishes_a_broken_model(folder, measure):
 
 
 # Reports
+
+
+def test_trained_tokens_are_the_sum_over_the_stages(tmp_path):
+    run, tokens = tmp_path / "run", 0
+    for name, step in (("pretrain", 20), ("extend", 6)):
+        tokens += step * read_recipe(write_checkpoint(run / name, step)).training.tokens_per_step
+        with MetricsWriter(run / name, -1) as writer:
+            writer.write(step, {"valid/loss": 3.0})
+    recipe = run / "extend/recipe.yaml"
+    start = f"checkpoint:\n  start_from: {run}/pretrain\n"
+    recipe.write_text(recipe.read_text().replace("checkpoint:\n", start))
+
+    def found(out: str) -> int | None:
+        evaluate([run / "extend"], ["scaling"], tmp_path / out, EvaluateSettings(), [])
+        results = json.loads((tmp_path / out / "results.json").read_text())
+        return results["targets"]["extend"]["tokens"]
+
+    assert found("both") == tokens
+    shutil.rmtree(run / "pretrain/checkpoints")
+    assert found("removed") is None
 
 
 def test_the_report_is_complete_and_self_contained(folder, tmp_path):
