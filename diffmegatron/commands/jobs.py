@@ -194,9 +194,11 @@ def _start_torchrun(
     from diffmegatron.operations.cluster import load_cluster, without_secrets
     from diffmegatron.operations.torchrun import torchrun_file, write
 
-    path, text = torchrun_file(
+    path, text, remarks = torchrun_file(
         config, overrides, nodes, cluster, rendezvous, needs_data=not dry_run
     )
+    for remark in remarks:
+        print(f"warning: {remark}", file=sys.stderr)
     if dry_run:
         print(without_secrets(text, load_cluster(cluster)), end="")
         return

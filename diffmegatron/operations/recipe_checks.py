@@ -82,7 +82,7 @@ def data_remarks(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each source that is not prepared or is used for over four epochs."""
     for source in recipe.data.sources:
         if not _is_prepared(source.path):
-            yield f"source {format_path(Path(source.path))} is not prepared; the job would fail"
+            yield f"source {format_path(Path(source.path))} is not prepared; the run would fail"
     for path, passes in _passes(recipe).items():
         if passes > _USUAL_PASSES:
             yield (

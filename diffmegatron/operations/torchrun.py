@@ -12,7 +12,7 @@ from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import explain_os_errors, format_path, shorten, write_durably
 from diffmegatron.operations.cluster import Cluster, export_line, load_cluster
-from diffmegatron.operations.recipe_checks import check_fit, check_starts
+from diffmegatron.operations.recipe_checks import check_fit, check_starts, data_remarks
 from diffmegatron.own_code import import_environment
 from diffmegatron.shipped_files import shipped_folder
 
@@ -28,12 +28,14 @@ def torchrun_file(
     rendezvous: str | None,
     *,
     needs_data: bool = True,
-) -> tuple[Path, str]:
-    """Check a recipe, and return the path and the text of a start script without writing it.
+) -> tuple[Path, str, list[str]]:
+    """Check a recipe, and return the path and the text of a start script, and warnings.
+
+    Nothing is written.
 
     The script uses ``setup``, ``environment`` and the ranks per node of the cluster file.
     ``rendezvous`` is ``HOST:PORT`` of the first of several machines; None for one machine.
-    Unless ``needs_data``, the sources of the recipe may be missing.
+    Unless ``needs_data``, sources of the recipe that are not prepared are only a warning.
     """
     recipes = load_stages(config, overrides)
     cluster = load_cluster(cluster_file)
@@ -55,7 +57,8 @@ def torchrun_file(
         raise UserError(f"--rendezvous is {shorten(rendezvous)!r}; give HOST:PORT")
     arguments = (str(config), *overrides)
     path = ledger_of(recipes).run_dir.absolute() / SCRIPT
-    return path, _text(arguments, nodes, cluster, rendezvous)
+    remarks = [remark for recipe in recipes for remark in data_remarks(recipe)]
+    return path, _text(arguments, nodes, cluster, rendezvous), remarks
 
 
 def write(path: Path, text: str) -> None:

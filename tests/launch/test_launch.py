@@ -236,7 +236,7 @@ def test_a_dry_run_prints_no_secret_and_needs_no_corpus(launched, tmp_path, caps
         script, warnings = capsys.readouterr()
         assert "hf_abc" not in script
         assert "export NCCL_DEBUG=WARN\n" in script
-        assert more or "source nowhere is not prepared" in warnings
+        assert "warning: source nowhere is not prepared; the run would fail" in warnings
         line = next(line for line in script.splitlines() if "HF_TOKEN" in line)
         for environment, status in (({}, 127), ({"HF_TOKEN": "x"}, 0)):
             ran = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
@@ -520,8 +520,8 @@ def test_a_failed_stage_cancels_the_later_jobs_of_its_chain(
 def test_the_torchrun_file_sets_nodes_ranks_and_environment(launched, tmp_path):
     launched(setup=["module load cuda"], environment={"NCCL_SOCKET_IFNAME": "ib0 x"})
     arguments = (tmp_path / "four.yaml", ["training.seed=5"], 2, tmp_path / "cluster.yaml")
-    path, text = torchrun_file(*arguments, "n0:29500")
-    assert path == tmp_path / "run/torchrun.sh"
+    path, text, remarks = torchrun_file(*arguments, "n0:29500")
+    assert path == tmp_path / "run/torchrun.sh" and not remarks
     beginning, last = text.rstrip().rsplit("\n", 1)
     script = f"module() {{ :; }}; {beginning}\n" + 'printf "%s\\n" "$PWD" "$NNODES" "$RANKS" '
     script += '"$RENDEZVOUS" "$NCCL_SOCKET_IFNAME"'
