@@ -49,6 +49,8 @@ fi
 trap 'trap "" TERM
 if [ "$(squeue --noheader --jobs="$job" --format=%r)" = TimeLimit ]; then
   scontrol requeue "$job"
+  # The next attempt reads from this file why this one was killed.
+  [ -z "${DIFFMEGATRON_ATTEMPT:-}" ] || : >"$DIFFMEGATRON_ATTEMPT/time_limit"
 fi
 exit 1' TERM
 

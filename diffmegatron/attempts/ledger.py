@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffmegatron.attempts.decision import Cause, decide
+from diffmegatron.attempts.decision import Cause, Decision, decide
 from diffmegatron.attempts.ends import read_ends, read_heartbeat
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
@@ -31,6 +31,8 @@ from diffmegatron.section import Section
 log = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts"
+# File that launch/slurm.sh writes in an attempt's directory when the job reaches its time limit.
+_TIME_LIMIT = "time_limit"
 MAX_FAULTS = 10
 """Number of faults without a new checkpoint between them after which a job ends."""
 _RECENT_ATTEMPTS = 10
@@ -89,6 +91,12 @@ class Attempt(Section):
         return (self.last_step or 0) > (self.first_step or 0)
 
     @property
+    def was_stopped_early(self) -> bool:
+        """True if the attempt was stopped before a new step in any stage."""
+        has_progressed = self.has_trained or self.saved > self.saved_at_start
+        return self.cause == Cause.STOPPED and not has_progressed
+
+    @property
     def is_over(self) -> bool:
         """True if the job ends with this attempt and is not requeued."""
         if self.cause == Cause.FAULT:
@@ -136,8 +144,15 @@ class Ledger:
         return sorted(found, key=lambda attempt: attempt.number)
 
     def begin(self, recipes: Sequence[Recipe], facts: Facts) -> Attempt:
-        """Record the end of killed attempts; then create a new attempt's entry and directory."""
+        """Record the end of killed attempts; then create a new attempt's entry and directory.
+
+        Raises:
+            UserError: the recorded end of this job's last attempt is a mistake.
+        """
+        was_killed = any(each.ended is None for each in self.attempts())
         before = self._end_killed()
+        if was_killed and before[-1].facts.job == facts.job and before[-1].cause == Cause.MISTAKE:
+            raise UserError(before[-1].reason)
         stages = {recipe.run_dir: recipe.training.total_steps for recipe in recipes}
         saved, checkpoint = _saved(stages)
         with explain_os_errors(f"cannot write in {format_path(self.directory)}"):
@@ -189,11 +204,25 @@ class Ledger:
             # Only warn: the caller still has to report the user's mistake.
             log.warning("cannot write in %s: %s", format_path(self.directory), error)
 
-    def end(self, attempt: Attempt, *, was_killed: bool = False) -> Attempt:
-        """Determine why an attempt ended; write and return its entry. A failed write is logged."""
+    def end(
+        self, attempt: Attempt, *, was_killed: bool = False, is_job_over: bool = False
+    ) -> Attempt:
+        """Determine why an attempt ended; write and return its entry. A failed write is logged.
+
+        The second attempt in a row that the end of the job has stopped before a new step is a
+        mistake, because the job would be requeued forever.
+
+        Args:
+            attempt: entry of the attempt.
+            was_killed: whether the attempt was killed with its job.
+            is_job_over: whether the time has come at which the end of the job stops the ranks.
+        """
         folder = self.folder(attempt.number)
         ends = read_ends(folder)
         decision = decide(ends, attempt.facts.ranks, attempt.host_of, was_killed=was_killed)
+        if decision.cause == Cause.LOST and (folder / _TIME_LIMIT).exists():
+            decision = Decision(Cause.STOPPED, "the job reached its time limit")
+            is_job_over = True
         last_time = max((end.time for end in ends.values()), default=attempt.began)
         before = [each for each in self.attempts() if each.number < attempt.number]
         faults = before[-1].faults if before else 0
@@ -217,6 +246,14 @@ class Ledger:
             }
         changes["ended"] = last_time if was_killed else time.time()
         ended = attempt.model_copy(update=changes)
+        last_two = [*before[-1:], ended]
+        is_repeated = len(last_two) == 2 and last_two[0].facts.job == attempt.facts.job
+        if is_job_over and is_repeated and all(each.was_stopped_early for each in last_two):
+            reason = (
+                f"job {ended.facts.job} has been stopped by its time limit twice before a new step "
+                f"({ended.reason}); give it a longer --time, or less time in --signal"
+            )
+            ended = ended.model_copy(update={"cause": Cause.MISTAKE, "reason": reason})
         try:
             self._write(ended)
         except OSError as error:  # Only warn: a requeue does not need this entry.

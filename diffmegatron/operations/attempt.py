@@ -1,8 +1,10 @@
 """Begin and end an attempt (one start of a job's ranks) for the job script."""
 
+import math
 import os
 import shlex
 import socket
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.files import escape, format_path, shorten
 from diffmegatron.operations.installed_code import git_commit, library_versions
+from diffmegatron.parallel.launcher import read_time_limits
 
 _EXIT_FAULTS, _EXIT_RESTART = 1, 69
 # Linux itself assigns ports from 32768 to 60999, and Kubernetes from 30000 to 32767.
@@ -89,7 +92,9 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
         raise UserError(
             f"{format_path(folder)} is not the directory of an attempt; give RUN_DIR/attempts/NNNN"
         )
-    ended = ledger.end(attempt)
+    limits = read_time_limits()
+    stop = math.inf if limits.job_end is None else limits.job_end - (limits.signal_seconds or 0.0)
+    ended = ledger.end(attempt, is_job_over=time.time() > stop)
     bad = bad_hosts(ledger.attempts())
     replaced = sorted({*bad, *ended.hosts} & set(ended.facts.nodes))
     if replaced and len(replaced) <= spares and _may_use_spares(ended):

@@ -38,14 +38,19 @@ class LaunchEnvironment:
     kill_wait: float | None = None
 
 
-def read_launch() -> LaunchEnvironment:
-    """Read and check the launcher's environment variables."""
-    limits = LaunchEnvironment(
-        local_rank=_read_integer("LOCAL_RANK", 0, _MAX_RANKS, default=0),
+def read_time_limits() -> LaunchEnvironment:
+    """Read and check the time limits of the Slurm job; leave the other values at their defaults."""
+    return LaunchEnvironment(
         job_end=_seconds("SLURM_JOB_END_TIME", " since 1970"),
         signal_seconds=_seconds("DIFFMEGATRON_SIGNAL_SECONDS"),
         kill_wait=_seconds("DIFFMEGATRON_KILL_WAIT"),
     )
+
+
+def read_launch() -> LaunchEnvironment:
+    """Read and check the launcher's environment variables."""
+    local_rank = _read_integer("LOCAL_RANK", 0, _MAX_RANKS, default=0)
+    limits = replace(read_time_limits(), local_rank=local_rank)
     if not (_set("RANK") or _set("WORLD_SIZE")):
         return limits
     missing = [name for name in _RENDEZVOUS if not _set(name)]

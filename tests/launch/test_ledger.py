@@ -77,6 +77,36 @@ def test_time_limits_do_not_count_as_faults(attempt):
     assert {exit_status(attempt(75)) for _ in range(MAX_FAULTS + 2)} == {EXIT_STOPPED}
 
 
+def test_a_job_that_its_end_stops_twice_before_a_new_step_ends(ledger, attempt, monkeypatch):
+    monkeypatch.setenv("DIFFMEGATRON_SIGNAL_SECONDS", "600")
+
+    def killed_by_signal() -> tuple[str, int]:
+        number = attempt(None).number
+        for rank in range(4):
+            RankRecord(ledger.folder(number), rank).end(128 + signal.SIGUSR1)
+        ended, status, _ = end(ledger.folder(number))
+        return ended.cause, status
+
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 700))
+    assert [killed_by_signal() for _ in range(3)] == 3 * [("stopped", EXIT_STOPPED)]
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 500))
+    attempt(0)
+    assert [killed_by_signal() for _ in range(2)] == [("stopped", EXIT_STOPPED), ("mistake", 2)]
+    assert killed_by_signal() == ("stopped", EXIT_STOPPED), "the user has started the job again"
+
+
+def test_a_job_that_reaches_its_time_limit_twice_before_a_new_step_ends(ledger, attempt):
+    def killed_at_the_time_limit() -> None:
+        (ledger.folder(attempt(None).number) / "time_limit").touch()
+
+    killed_at_the_time_limit()
+    killed_at_the_time_limit()
+    with pytest.raises(UserError, match="job 17 has been stopped by its time limit twice before"):
+        attempt(None)
+    assert [each.cause for each in ledger.attempts()] == ["stopped", "mistake"]
+    attempt(None)
+
+
 def test_unfit_and_repeatedly_blamed_hosts_are_bad(ledger, attempt):
     def ends(*statuses: int) -> list[str]:
         begun = attempt(None)

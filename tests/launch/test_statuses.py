@@ -12,6 +12,7 @@ from tests.paths import ROOT
 
 DEAF = {str(rank): "deaf | together | wait" for rank in range(4)}
 WAITING = {str(rank): "together | wait" for rank in range(4)}
+SHORTENED = "deaf | together | slurm scontrol update JobId=%j EndTime=now+1 | wait"
 STOPPED = {str(rank): "end 75 SIGUSR1: saved step 7" for rank in range(4)}
 # Script of the ranks in each case (see rank.py). A rank without an entry ends with status 0.
 SCRIPTS = {
@@ -44,9 +45,8 @@ SCRIPTS = {
         DEAF | {"0": "deaf | together | slurm scancel %j | wait"}
     ],
     "cancelled": [DEAF | {"0": "deaf | together | slurm scancel %j | wait"}],
-    "a time limit that somebody shortened": [
-        DEAF | {"0": "deaf | together | slurm scontrol update JobId=%j EndTime=now+1 | wait"}
-    ],
+    "a time limit that somebody shortened": [DEAF | {"0": SHORTENED}],
+    "a time limit that somebody shortened twice": 2 * [DEAF | {"0": SHORTENED}],
     "ended from outside": [DEAF | {"0": "deaf | together | slurm scontrol requeue %j | wait"}],
 }
 
@@ -149,10 +149,10 @@ def test_a_mistake_ends_the_job_with_2(name, jobs):
         ("ended from outside", "lost", 0, (), "the job ended before ranks 0, 1, 2, 3"),
         (
             "a time limit that somebody shortened",
-            "lost",
+            "stopped",
             0,
             (),
-            "the job ended before ranks 0, 1, 2, 3",
+            "the job reached its time limit",
         ),
     ],
 )
@@ -170,6 +170,13 @@ def test_a_fault_in_training_restarts_the_ranks_without_a_requeue(jobs):
     assert (first.first_step, first.last_step) == (3, 7)
     assert jobs["killed in the middle of training"][0]["Restarts"] == "0"
     assert jobs["killed"][0]["Restarts"] == "1"
+
+
+def test_a_job_without_time_for_a_step_ends_with_2(jobs):
+    status, attempts = the(jobs, "a time limit that somebody shortened twice")
+    assert status == "2:0"
+    assert [each.cause for each in attempts] == ["stopped", "mistake", "mistake"]
+    assert "stopped by its time limit twice before a new step" in attempts[-1].reason
 
 
 def test_an_extended_time_limit_is_recorded_for_the_ranks(jobs):
