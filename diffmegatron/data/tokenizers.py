@@ -96,6 +96,7 @@ class Tokenizer(ABC):
     end_of_document: int  # id of the token that ends every document
     sha256: str  # hash of everything that determines the ids
     has_chat_tokens: bool = False  # whether encode_chat uses CHAT_START and CHAT_END as tokens
+    can_hang: bool = False  # whether an unknown regular expression may take very long for a text
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the n token ids of a chat, uint32 ``[n]``.
@@ -211,6 +212,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self.has_chat_tokens = len(self._chat_tokens) == 2
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self._is_split_at_lines = _is_split_at_lines(self._tokenizer)
+        parts = filter(None, (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer))
+        self.can_hang = any(
+            pattern not in _LINE_PATTERNS
+            for part in parts
+            for pattern in _patterns(json.loads(part.__getstate__()))
+        )
         self.sha256 = hashlib.sha256(content + str(token).encode()).hexdigest()
 
     @override
@@ -262,6 +269,17 @@ def _check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
             f"the normalizer of {format_path(path)} can lengthen a text {growth:g} times, more "
             f"than {_MAX_GROWTH} times; shorten its replacements"
         )
+
+
+def _patterns(described: object) -> Iterator[str]:
+    """Yield the regular expressions in the description of a normalizer or a pre-tokenizer."""
+    if isinstance(described, dict):
+        if isinstance(pattern := described.get("Regex"), str):
+            yield pattern
+        described = list(described.values())
+    if isinstance(described, list):
+        for each in described:
+            yield from _patterns(each)
 
 
 def _is_split_at_lines(tokenizer: tokenizers.Tokenizer) -> bool:
@@ -416,7 +434,9 @@ def _from_file(path: Path, *, is_cl100k: bool = False) -> Tokenizer:
         raise UserError(
             f"{format_path(description)} has a pat_str that cannot be used: {shorten(str(error))}"
         ) from None
-    return TiktokenTokenizer(name, encoding, special_tokens[END_OF_TEXT])
+    tokenizer = TiktokenTokenizer(name, encoding, special_tokens[END_OF_TEXT])
+    tokenizer.can_hang = pattern != CL100K_PATTERN
+    return tokenizer
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:

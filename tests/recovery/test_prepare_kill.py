@@ -187,7 +187,7 @@ def test_a_killed_worker_is_an_error_and_the_next_run_completes(
     corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "encode_batch", die)
+        patch.setattr(pool, "_encode_limited", die)
         with pytest.raises(UserError, match="one of the 2 worker processes was killed"):
             run(corpus, tmp_path / "out", workers=2)
     run(corpus, tmp_path / "out", workers=2)

@@ -1,6 +1,7 @@
 """Convert a batch of raw records to token ids."""
 
 import hashlib
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from diffmegatron.data.tokenizers import EncodeError, Tokenizer, load_tokenizer
 from diffmegatron.files import printable, shorten
 
 DIGEST_BYTES = 16
+_ENDLESS = "the tokenizer takes too much CPU time for the text"
 _SURROGATE = "the text has a lone surrogate, which is not a character"
 
 
@@ -58,9 +60,19 @@ def loaded(tokenizer: str) -> Tokenizer:
 
 
 def encode_batch(
-    records: list[tuple[CorpusFile, CorpusRecord]], settings: PrepareSettings
+    records: list[tuple[CorpusFile, CorpusRecord]],
+    settings: PrepareSettings,
+    begin: Callable[[int, CorpusRecord], None] = lambda *_: None,
+    endless: Collection[int] = (),
 ) -> EncodedBatch:
-    """Decode, parse and tokenise records; each record that cannot be used becomes a reject."""
+    """Decode, parse and tokenise records; each record that cannot be used becomes a reject.
+
+    Args:
+        records: records of input files.
+        settings: settings of the corpus.
+        begin: called with the number of a record, from 0, and the record before it is encoded.
+        endless: numbers of records that are known to take too long, and become rejects.
+    """
     tokenizer, dtype = loaded(settings.tokenizer), token_dtype(settings.tokenizer)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     documents: list[np.ndarray] = []
@@ -68,7 +80,11 @@ def encode_batch(
     counts: list[int] = []
     rejects: list[Reject] = []
     empty = text_bytes = 0
-    for file, record in records:
+    for number, (file, record) in enumerate(records):
+        if number in endless:
+            rejects.append(_reject(file, record, settings, _ENDLESS))
+            continue
+        begin(number, record)
         try:
             texts, ids = _encoded(file, record, settings)
         except (UnusableError, EncodeError) as error:

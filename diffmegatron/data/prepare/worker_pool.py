@@ -1,4 +1,8 @@
-"""Encode batches of records in order, in this process or in worker processes."""
+"""Encode batches of records in order, in this process or in worker processes.
+
+A worker process ends itself if one record takes too much CPU time, because nothing else can
+interrupt the library of a tokenizer.
+"""
 
 import itertools
 import multiprocessing
@@ -7,17 +11,19 @@ import resource
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
 from diffmegatron.data.prepare.corpus_readers import CorpusFile, CorpusRecord, read_records
-from diffmegatron.data.prepare.encode import EncodedBatch, encode_batch
+from diffmegatron.data.prepare.encode import EncodedBatch, encode_batch, loaded
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.errors import UserError
 
@@ -25,11 +31,17 @@ _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1024
 # Batches queued per worker, so that no worker is idle while the oldest batch is unfinished.
 _QUEUED_PER_WORKER = 3
-
-
+# A forked worker would inherit locks of torch and of the progress line, without the threads that
+# release them.
+_SPAWN = multiprocessing.get_context("spawn")
 # Open files of this process for a pool and for each of its workers, with a margin. If one cannot be
 # opened, the pool can fail within the library or hang.
 _POOL_FILES, _WORKER_FILES = 32, 4
+# CPU seconds after which a record counts as endless. Tokenizers encode about 1 MB per second, and
+# a chat template may take a minute.
+_CPU_SECONDS, _CPU_SECONDS_PER_BYTE = 120.0, 1e-5
+
+Batch = list[tuple[CorpusFile, CorpusRecord]]
 
 
 @dataclass(frozen=True)
@@ -49,37 +61,121 @@ def encode_in_order(
 ) -> Iterator[tuple[CorpusPosition, EncodedBatch]]:
     """Encode the records after ``start``; yield each batch with the position after its records."""
     batches = _read_batches(files, start, settings.columns, settings.max_document_bytes)
-    if workers == 1:
+    if workers == 1 and not loaded(settings.tokenizer).can_hang:
         for position, batch in batches:
             yield position, encode_batch(batch, settings)
         return
     _check_open_files(workers)
-    with ProcessPoolExecutor(
-        workers,
-        # A forked worker would inherit locks of torch and of the progress line, without the threads
-        # that release them.
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-    ) as pool:
-        queued: deque[tuple[CorpusPosition, Future[EncodedBatch]]] = deque()
+    queue: deque[tuple[CorpusPosition, Batch]] = deque()
+    while not (yield from _encode_in_pool(batches, queue, settings, workers)):
+        position, batch = queue.popleft()
+        yield position, _encode_apart(batch, settings)
+
+
+def _encode_in_pool(
+    batches: Iterator[tuple[CorpusPosition, Batch]],
+    queue: deque[tuple[CorpusPosition, Batch]],
+    settings: PrepareSettings,
+    workers: int,
+) -> Generator[tuple[CorpusPosition, EncodedBatch], None, bool]:
+    """Encode the batches in ``queue`` and all others, in order; return whether all are encoded.
+
+    If a record takes too long, stop before the oldest batch that is not encoded. ``queue`` then
+    begins with this batch.
+
+    Raises:
+        UserError: a worker process was killed.
+    """
+    futures: deque[Future[EncodedBatch]] = deque()
+    children = set[BaseProcess]()
+
+    def submit() -> None:
+        with _delayed_interrupts():  # submit() may start a worker, which must block SIGINT.
+            batch = queue[len(futures)][1]
+            futures.append(pool.submit(_encode_limited, batch, settings, _CPU_SECONDS))
+        children.update(multiprocessing.active_children())
+
+    def oldest() -> tuple[CorpusPosition, EncodedBatch]:
+        encoded = futures[0].result()
+        futures.popleft()
+        return queue.popleft()[0], encoded
+
+    with ProcessPoolExecutor(workers, mp_context=_SPAWN, initializer=_start_worker) as pool:
         try:
-            for position, batch in batches:
-                with _delayed_interrupts():  # submit() may start a worker, which must block SIGINT.
-                    future = pool.submit(encode_batch, batch, settings)
-                queued.append((position, future))
-                if len(queued) >= _QUEUED_PER_WORKER * workers:
-                    done, future = queued.popleft()
-                    yield done, future.result()
-            while queued:
-                done, future = queued.popleft()
-                yield done, future.result()
+            for _ in range(len(queue)):
+                submit()
+            for each in batches:
+                queue.append(each)
+                submit()
+                if len(futures) >= _QUEUED_PER_WORKER * workers:
+                    yield oldest()
+            while futures:
+                yield oldest()
+            return True
         except BrokenProcessPool:
-            raise UserError(
-                f"one of the {workers} worker processes was killed (out of memory?); run the same "
-                "command again to resume from the last commit"
-            ) from None
+            pass
         finally:
             pool.shutdown(cancel_futures=True)
+    if not any(child.exitcode == -signal.SIGPROF for child in children):
+        raise UserError(
+            f"one of the {workers} worker processes was killed (out of memory?); run the same "
+            "command again to resume from the last commit"
+        )
+    return False
+
+
+def _encode_apart(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
+    """Encode a batch in a process of its own; records that end the process become rejects.
+
+    Raises:
+        UserError: the process ended for another reason than a record that takes too long.
+    """
+    endless: set[int] = set()
+    while True:
+        receiver, sender = _SPAWN.Pipe(duplex=False)
+        arguments = (batch, settings, _CPU_SECONDS, sender, endless)
+        process = _SPAWN.Process(target=_encode_limited, args=arguments, daemon=True)
+        with _delayed_interrupts():
+            process.start()
+        sender.close()
+        number, received = -1, None
+        with suppress(EOFError):
+            while not isinstance(received := receiver.recv(), EncodedBatch):
+                number = received
+        process.join()
+        if isinstance(received, EncodedBatch):
+            return received
+        if process.exitcode != -signal.SIGPROF:
+            raise UserError(
+                "one of the worker processes was killed (out of memory?); run the same command "
+                "again to resume from the last commit"
+            )
+        endless.add(number)
+
+
+def _encode_limited(
+    batch: Batch,
+    settings: PrepareSettings,
+    cpu_seconds: float,
+    sender: Connection | None = None,
+    endless: Collection[int] = (),
+) -> EncodedBatch:
+    """Encode a batch in this worker process, which SIGPROF ends if a record takes too long.
+
+    ``sender`` gets the number of each record that begins, and the result.
+    """
+
+    def begin(number: int, record: CorpusRecord) -> None:
+        if sender is not None:
+            sender.send(number)
+        allowed = cpu_seconds + _CPU_SECONDS_PER_BYTE * record.payload_bytes
+        signal.setitimer(signal.ITIMER_PROF, allowed)
+
+    encoded = encode_batch(batch, settings, begin, endless)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if sender is not None:
+        sender.send(encoded)
+    return encoded
 
 
 def _check_open_files(workers: int) -> None:
@@ -139,8 +235,8 @@ def _exit_with_parent() -> None:
 
 def _read_batches(
     files: list[CorpusFile], start: CorpusPosition, columns: tuple[str, ...], max_bytes: int
-) -> Iterator[tuple[CorpusPosition, list[tuple[CorpusFile, CorpusRecord]]]]:
-    records: list[tuple[CorpusFile, CorpusRecord]] = []
+) -> Iterator[tuple[CorpusPosition, Batch]]:
+    records: Batch = []
     position, size = start, 0
     for number in range(start.file, len(files)):
         file = files[number]

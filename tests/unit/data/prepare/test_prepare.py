@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from tokenizers import models, normalizers, pre_tokenizers
 
 from diffmegatron.data.index.corpus_manifest import CorpusManifest, hash_file
 from diffmegatron.data.prepare import preparation
@@ -100,6 +102,27 @@ def test_order_and_bytes_do_not_depend_on_workers(tmp_path: Path, monkeypatch: A
     run(path, tmp_path / "two", workers=2)
     for suffix in (".bin", ".idx"):
         assert hash_file(tmp_path / f"one{suffix}") == hash_file(tmp_path / f"two{suffix}")
+
+
+def test_a_text_that_is_encoded_for_too_long_is_a_reject(tmp_path: Path, monkeypatch: Any) -> None:
+    """The time of the normalizer grows with the cube of the length of a run of letters."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"end": 0, "?": 1}, unk_token="?"))
+    tokenizer.normalizer = normalizers.Replace(tokenizers.Regex("(?:a*a*)(?<=b)"), "x")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "end"}')
+    texts = ["one two", "a" * 3000, "three", "four five six"]
+    path = write_jsonl(tmp_path / "text.jsonl", texts)
+    monkeypatch.setattr("diffmegatron.data.prepare.worker_pool._CPU_SECONDS", 0.5)
+    prepare([path], tmp_path / "out", str(folder), show_progress=False, max_reject_share=0.5)
+    assert documents(tmp_path / "out") == [[1, 1, 0], [1, 0], [1, 1, 1, 0]]
+    (reject,) = rejects(tmp_path / "out")
+    assert (reject["line"], reject["reason"]) == (
+        2,
+        "the tokenizer takes too much CPU time for the text",
+    )
 
 
 def test_too_few_open_files_for_the_workers_are_refused(tmp_path: Path) -> None:
