@@ -108,8 +108,10 @@ def _run_table(plan: Plan) -> Table:
         ("FLOPs of the run", f"{plan.total_flops:.2e}"),
         ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
         ("class of an export, unless of a pretrained model", plan.exported_class or "none"),
-        ("KV cache per token, in vLLM", f"{plan.served_cache_bytes_per_token:,} bytes"),
     ]
+    if plan.exported_class is not None:
+        served = f"{plan.served_cache_bytes_per_token:,} bytes"
+        rows.append(("KV cache per token, in vLLM", served))
     return _table("Run", ("", ""), rows)
 
 

@@ -45,7 +45,10 @@ class Export(ABC, Generic[Kind]):
 
         Only classes with ``model_types`` need this method.
         """
-        raise NotImplementedError(f"{cls.__name__} has model_types, so it must define read")
+        raise UserError(
+            f"class {cls.__name__} has no method read, so model type {config.get('model_type')!r} "
+            "cannot be imported; define the method, or leave model_types empty"
+        )
 
     def beside_others(self) -> "Export[Any]":
         """Return the export of such layers in a network with layers of several kinds."""

@@ -202,7 +202,12 @@ SIGNED = {
     "another guard": (set_guard(recent={"grad": [1.0]}), "'loss' or 'gradient norm' at guard"),
     "a norm that is not finite": (set_guard(recent={"loss": [math.inf]}), "finite number at guard"),
     "negative rollbacks": (set_guard(rollbacks=-1), "or equal to 0 at guard.rollbacks"),
-    "samples of half a step": (set_data(consumed_samples=60), "do not fit .*_samples 60"),
+    "samples of half a step": (
+        lambda directory: [
+            change(directory) for change in (set_data(consumed_samples=60), set_guard(rollbacks=1))
+        ],
+        "1 rollbacks do not fit .*_samples 60",
+    ),
     "samples before the step": (set_data(consumed_samples=48), "do not fit .*_samples 48"),
     "samples without a rollback": (set_data(consumed_samples=64), "0 rollbacks do not fit"),
     "negative samples": (set_data(consumed_samples=-1), "or equal to 0 at data.consumed_samples"),
