@@ -217,6 +217,13 @@ SIGNED = {
         set_data(mixture=[{"from_sample": 0, "sources": []}]),
         "at least 1 item",
     ),
+    "a mixture of later samples": (
+        lambda directory: change_json(
+            directory / "state.json",
+            lambda state: state["data"]["mixture"][1].update(from_sample=57),
+        ),
+        "begins after consumed_samples",
+    ),
     "more in the state": (set_state(more=1), "Extra inputs are not permitted at more"),
     "another number of ranks": (set_state(world_size=3), "written by 3 ranks and .* lists 2 files"),
     "ranks without end": (set_state(world_size=10**15), "written by 10+ ranks"),

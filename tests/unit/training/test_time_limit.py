@@ -48,6 +48,14 @@ def test_the_file_is_not_read_at_every_step(tmp_path, monkeypatch):
     assert stop.is_pending(300)
 
 
+@pytest.mark.parametrize(("signal_seconds", "is_due"), [(None, False), (90, False), (110, True)])
+def test_a_stop_by_slurms_signal_is_due_to_the_end_of_the_job(signal_seconds, is_due, tmp_path):
+    limits = LaunchEnvironment(job_end=time.time() + 100, signal_seconds=signal_seconds)
+    stop = StopRequest(limits, tmp_path)
+    assert stop.is_due_to_job_end(50) == is_due
+    assert stop.is_due_to_job_end(101)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_watches_the_limit_for_all(rank, tmp_path):
     (tmp_path / JOB_END).write_text("1\n")
