@@ -41,7 +41,7 @@ _POOL_FILES, _WORKER_FILES = 32, 4
 # a chat template may take a minute.
 _CPU_SECONDS, _CPU_SECONDS_PER_BYTE = 120.0, 1e-5
 
-Batch = list[tuple[CorpusFile, CorpusRecord]]
+RecordBatch = list[tuple[CorpusFile, CorpusRecord]]
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def encode_in_order(
             yield position, encode_batch(batch, settings)
         return
     _check_open_files(workers)
-    queue: deque[tuple[CorpusPosition, Batch]] = deque()
+    queue: deque[tuple[CorpusPosition, RecordBatch]] = deque()
     while not (yield from _encode_in_pool(batches, queue, settings, workers)):
         position, batch = queue.popleft()
         yield position, _encode_apart(batch, settings)
 
 
 def _encode_in_pool(
-    batches: Iterator[tuple[CorpusPosition, Batch]],
-    queue: deque[tuple[CorpusPosition, Batch]],
+    batches: Iterator[tuple[CorpusPosition, RecordBatch]],
+    queue: deque[tuple[CorpusPosition, RecordBatch]],
     settings: PrepareSettings,
     workers: int,
 ) -> Generator[tuple[CorpusPosition, EncodedBatch], None, bool]:
@@ -124,7 +124,7 @@ def _encode_in_pool(
     return False
 
 
-def _encode_apart(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
+def _encode_apart(batch: RecordBatch, settings: PrepareSettings) -> EncodedBatch:
     """Encode a batch in a process of its own; records that end the process become rejects.
 
     Raises:
@@ -154,7 +154,7 @@ def _encode_apart(batch: Batch, settings: PrepareSettings) -> EncodedBatch:
 
 
 def _encode_limited(
-    batch: Batch,
+    batch: RecordBatch,
     settings: PrepareSettings,
     cpu_seconds: float,
     sender: Connection | None = None,
@@ -235,8 +235,8 @@ def _exit_with_parent() -> None:
 
 def _read_batches(
     files: list[CorpusFile], start: CorpusPosition, columns: tuple[str, ...], max_bytes: int
-) -> Iterator[tuple[CorpusPosition, Batch]]:
-    records: Batch = []
+) -> Iterator[tuple[CorpusPosition, RecordBatch]]:
+    records: RecordBatch = []
     position, size = start, 0
     for number in range(start.file, len(files)):
         file = files[number]
