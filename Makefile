@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-profile test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-bench constraints lint clean
+.PHONY: install quickstart test test-profile test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-report constraints lint clean
 
 install: $(VENV)/.installed
 
@@ -73,11 +73,9 @@ vllm: .vllm/.installed
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
-gpu-bench: $(VENV)/.installed
-	$(BIN)/python -m tools.benchmarks tune_attention --listed docs/results/tune_sm_90_d128.json
-	$(BIN)/python -m tools.benchmarks attention
-	$(BIN)/python -m tools.benchmarks chunks
-	$(BIN)/python -m tools.benchmarks layer training.attention_backend=triton training.micro_batch_size=4
+# One command for somebody's GPU: tests, tune, layers, memory, training runs; at most nine minutes.
+gpu-report: $(VENV)/.installed
+	$(BIN)/python -m tools.benchmarks gpu_report
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -207,6 +207,7 @@ def _torch_cuda() -> dict[str, Any]:
         "get_rng_state": lambda *_, **__: generator().get_state().clone(),
         "set_rng_state": lambda state, *_, **__: generator().set_state(state.clone()) and None,
         "empty_cache": lambda: None,
+        "_sleep": lambda _: None,
         "ipc_collect": lambda: None,
         "reset_peak_memory_stats": lambda *_: None,
         "memory_allocated": allocated,

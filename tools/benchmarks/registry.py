@@ -8,6 +8,7 @@ BENCHMARKS = {
     "cpu_step": "a training step on a CPU compared with a plain loop over transformers' DiffLlama",
     "data": "tokenizing, preparing in parts, loader, start-up and up-sampling",
     "evaluation": "answers to the requests of suites one at a time, in batches, and by lm-eval",
+    "gpu_report": "what one GPU computes, how fast, and whether it is right, in nine minutes",
     "lm_eval_engine": "the suite lm-eval compared with lm-eval's own engine",
     "layer": "whole layers of several kinds of attention",
     "layer_operations": "operations and bytes of a layer without the attention kernels",

@@ -1,0 +1,18 @@
+"""Case functions that run steps of `make gpu-report` which are not training runs."""
+
+from pathlib import Path
+from typing import Any
+
+from diffmegatron.config.schema import Recipe
+from tests.simulated_cuda.recorder import Recorder
+from tests.simulated_cuda.recording import Case
+from tools.benchmarks import layer
+from tools.benchmarks.gpu_report import REHEARSAL, STEPS, fill_in
+
+
+def run_layer(recipe: Recipe, _: Case, __: Recorder) -> dict[str, Any]:
+    """Run the step "layer" of the report whose folder has the run_dir ``work/NAME``."""
+    (step,) = (step for step in STEPS if step.name == "layer")
+    ((_, _, _, *arguments),) = fill_in(step, Path(recipe.run_dir).parents[1], REHEARSAL)
+    layer.main(arguments)
+    return {}
