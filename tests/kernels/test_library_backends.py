@@ -1,19 +1,21 @@
 """Tests of backends that compute differential attention by calls of a library's plain attention.
 
-FlashAttention has no CPU build, so a stand-in with its signature calls the loops of
-tests/kernels/loops.py. The stand-in follows the documented conventions of FlashAttention: the
-causal mask ends at the last key, rows without visible keys are zero, and several heads may share a
-key-value head.
+FlashAttention has no CPU build, so stand-ins with the signatures of its versions and of torch's
+varlen_attn call the loops of tests/kernels/loops.py. The stand-ins follow the documented
+conventions of FlashAttention: the causal mask ends at the last key, rows without visible keys are
+zero, and several heads may share a key-value head.
 """
 
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
-from types import ModuleType
+from functools import cache, partial, wraps
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import _registry, current_flash_attention_impl
+from torch.nn.attention import varlen as varlen_module
 from torch.nn.attention.flex_attention import FlexKernelOptions, create_block_mask
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
@@ -22,9 +24,9 @@ from diffmegatron.attention.kernels.installed_backends import importable_librari
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
 from diffmegatron.attention.kernels.triton.block_sizes import ChipClass
-from diffmegatron.attention.kernels.wrappers import flash, flex
+from diffmegatron.attention.kernels.wrappers import flash, flex, varlen
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
@@ -217,10 +219,14 @@ def flash_attn_varlen_func(
     causal=False,
     deterministic=False,
 ):
-    assert cu_seqlens_q.dtype == torch.int32
+    bounds = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    lengths = cu_seqlens_q.diff().tolist()
-    pieces = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    assert max_seqlen_k == int(cu_seqlens_k.diff().max())
+    pieces = zip(
+        *(x.split(each.diff().tolist()) for x, each in zip((q, k, v), bounds, strict=True)),
+        strict=True,
+    )
     return torch.cat(
         [
             flash_attn_func(*(x[None] for x in piece), softmax_scale=softmax_scale, causal=causal)[
@@ -242,22 +248,91 @@ def stand_in(monkeypatch):
     library.__version__ = "1.0.9"
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.setitem(sys.modules, "flex_head_fa", library)
+    with_lse = ModuleType("flash_attn.cute")
+    with_lse.flash_attn_func = wraps(flash_attn_func)(lambda *x, **y: (flash_attn_func(*x, **y), 0))
+    with_lse.flash_attn_varlen_func = wraps(flash_attn_varlen_func)(
+        lambda *x, **y: (flash_attn_varlen_func(*x, **y), None)
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", with_lse)
     return library
 
 
-@pytest.mark.parametrize("backend", ["flash_2call", "flash_4call"])
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    assert query.shape[-1] == value.shape[-1]
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    bounds = cu_seq_q, cu_seq_k, max_q, max_k
+    causal = {(-1, -1): False, (-1, 0): True}[window_size]
+    return flash_attn_varlen_func(query, key, value, *bounds, softmax_scale=scale, causal=causal)
+
+
+@pytest.fixture
+def torch_flash(monkeypatch):
+    """Replace torch's varlen_attn, and the kernels that its switch registers, by stand-ins."""
+    handle = SimpleNamespace(remove=lambda: None)
+    for name in ("FA3", "FA4"):
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, lambda: handle)
+    monkeypatch.setattr(varlen_module, "varlen_attn", varlen_attn)
+    yield
+    varlen.use_flash_attention(None)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "varlen_fa3"])
+@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+def test_varlen(torch_flash, backend, shape, options):
+    assert_equals_reference(DIFFERENTIAL[backend].function(), make_inputs(**shape), options)
+
+
+def test_varlen_uses_the_same_implementation_in_both_passes(torch_flash, monkeypatch):
+    used = []
+
+    def spy(*x, **y):
+        used.append(current_flash_attention_impl())
+        out = varlen_attn(*x, **y)
+        out.register_hook(lambda _: used.append(current_flash_attention_impl()))
+        return out
+
+    monkeypatch.setattr(varlen_module, "varlen_attn", spy)
+    q, k, _, _, v, _ = make_inputs()
+    call = AttentionCall.checked(QKV.of(q, k, v[..., :4]))
+    backends = ["varlen_fa3", "varlen", "varlen_fa4", "sdpa", "varlen_fa3"]
+    outs = [SOFTMAX[name].function()(call) for name in backends]
+    assert used == ["FA3", None, "FA4", "FA3"]
+    used.clear()
+    for out in outs:
+        out.sum().backward()
+    assert used == ["FA3", None, "FA4", "FA3"]
+    SOFTMAX["sdpa"].function()(call)
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("backend", ["flash_2call", "flash_4call", "flash4_2call"])
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 def test_flash(stand_in, backend, shape, options):
     assert_equals_reference(DIFFERENTIAL[backend].function(), make_inputs(**shape), options)
 
 
-@pytest.mark.parametrize("module", [flash, flex], ids=["flash_attn", "flex"])
+@pytest.mark.parametrize("backend", ["flash_attn", "flash4", "varlen_fa4", "flex"])
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_one_map_of_each_library_equals_the_reference(stand_in, module, shape, options):
+def test_one_map_of_each_library_equals_the_reference(
+    stand_in, torch_flash, backend, shape, options
+):
     q, k, _, _, v, _ = (x.detach() for x in make_inputs(**{"width": 16, **shape}))
     v = v[..., :16].contiguous()
-    out = module.attend(AttentionCall.checked(QKV.of(q, k, v), softmax_scale=0.4, **options))
+    call = AttentionCall.checked(QKV.of(q, k, v), softmax_scale=0.4, **options)
+    out = SOFTMAX[backend].function()(call)
     expected = softmax_attention(q, k, v, softmax_scale=0.4, backend="reference", **options)
     assert relative_error(out, expected) < 1e-12
 

@@ -15,7 +15,8 @@ _INTRODUCTION = """\
   noise head.
 - *Saved* are the bytes per query and signal head that the backward pass needs besides q, k, v and
   the result, in bf16 with d = 128 and one signal head per noise head and per key-value head.
-- A backend lacks the features named in the last column."""
+- A backend lacks the features named in the last column. If it lists compute capabilities (9.x is
+  Hopper, 10.x Blackwell), it supports no others."""
 _ONE_MAP = "softmax"
 
 
@@ -49,6 +50,7 @@ def _row(op: Op, name: str, backend: Backend) -> tuple[str, ...]:
         " or ".join(backend.devices or ("any device",)),
         ", ".join(backend.dtypes or ("any float dtype",)),
         f"d {_numbers(backend.head_dims)}" if backend.head_dims else "any d",
+        *(f"{chip}.x: d up to {most}" for chip, most in backend.chips.items()),
     ]
     return (
         code(name),

@@ -2,32 +2,37 @@
 
 import logging
 from functools import cache
-from importlib import util
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
-from .wrappers import cudnn_graphs, flash
+from .wrappers import cudnn_graphs, flash, varlen
 
 log = logging.getLogger(__name__)
 
-# Lowest GPU compute capability that all the optional libraries support (8.0 is Ampere).
+# Lowest GPU compute capability that the optional libraries support (8.0 is Ampere, 9.0 Hopper).
 LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITIES = {"flash_attn_3": (9, 0), "flash_attn_4": (9, 0)}
 
 
 @cache
 def importable_libraries() -> frozenset[str]:
     """Return the optional libraries that are usable here.
 
-    A library is usable if its import works and the GPU, if any, has `LEAST_CAPABILITY` or later.
-    The import of Triton is not tried. A library that is installed but not usable causes a warning.
+    A library is usable if its import works and the GPU, if any, has the least compute capability.
+    The imports of Triton, and without a GPU of torch's varlen_attn, are not tried, because they
+    take long. A library that is installed but not usable causes a warning.
     """
     return frozenset(name for name in LIBRARIES if _is_usable(name))
 
 
 def _is_usable(library: str) -> bool:
-    if util.find_spec(library) is None:
+    try:
+        if find_spec(LIBRARIES[library]) is None:
+            return False
+    except ModuleNotFoundError:  # The parent package of the module is missing.
         return False
     reason = _unusable_reason(library)
     if reason is not None:
@@ -38,9 +43,12 @@ def _is_usable(library: str) -> bool:
 def _unusable_reason(library: str) -> str | None:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        if capability < LEAST_CAPABILITY:
-            least, found = ("{}.{}".format(*pair) for pair in (LEAST_CAPABILITY, capability))
+        lowest = LEAST_CAPABILITIES.get(library, LEAST_CAPABILITY)
+        if capability < lowest:
+            least, found = ("{}.{}".format(*pair) for pair in (lowest, capability))
             return f"it needs a GPU of compute capability {least} or later, this one has {found}"
+    elif library == "varlen_attn":
+        return None
     if library == "triton":
         return None
     try:
@@ -48,7 +56,10 @@ def _unusable_reason(library: str) -> str | None:
         if library == "cudnn":
             cudnn_graphs.load_library()
         else:
-            flash.load_library(library)
+            if library in ("varlen_attn", "flash_attn_3"):
+                varlen.check_torch()
+            if library != "varlen_attn":
+                flash.load_library(library)
     except (ImportError, OSError, ValueError) as error:
         return str(error)
     return None
@@ -59,7 +70,13 @@ def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
 
     `q` `[batch, length, heads, width]` is the queries, or the `heads` of `api.subtract_noise`.
     """
-    return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs)
+    return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs, _chip(q.device))
+
+
+@cache
+def _chip(device: torch.device) -> int | None:
+    """Return the major compute capability of a GPU; None for other devices."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

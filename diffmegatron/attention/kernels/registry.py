@@ -29,7 +29,16 @@ OPS: dict[Op, str] = {
     "subtraction": "subtraction of noise heads",
 }
 
-LIBRARIES = ("triton", "flash_attn", "flex_head_fa", "cudnn")
+# Optional libraries, each with the module that is imported. "varlen_attn" is a function of torch.
+LIBRARIES = {
+    "triton": "triton",
+    "flash_attn": "flash_attn",
+    "flex_head_fa": "flex_head_fa",
+    "cudnn": "cudnn",
+    "varlen_attn": "torch.nn.attention.varlen",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute",
+}
 SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 
 # Features that a call may need in addition to causal or unmasked attention over whole sequences.
@@ -47,7 +56,8 @@ class Call(NamedTuple):
     """Properties of a call that determine, with the installed libraries, the choice of a backend.
 
     `device` is a device type, `dtype` torch's name of the queries' dtype (e.g. "bfloat16"),
-    `head_dim` the width of a query, and `needs` has keys of `FEATURES`.
+    `head_dim` the width of a query, and `needs` has keys of `FEATURES`. `chip` is the major compute
+    capability of the GPU, e.g. 9 for Hopper; None on other devices, or if it is unknown.
     """
 
     op: Op
@@ -55,6 +65,7 @@ class Call(NamedTuple):
     dtype: str
     head_dim: int
     needs: frozenset[str] = frozenset()
+    chip: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,9 @@ class Backend:
             v that the backward pass needs.
         saves_result: whether the backward pass needs the result before any headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
-        library: name of the required library besides torch, or None.
+        chips: major compute capability -> largest supported `head_dim`; empty means that all GPUs
+            support all `head_dims`.
+        library: key of `LIBRARIES`, the required library, or None.
         computes_hidden_pairs: whether the backend computes (query, key) pairs that the mask hides.
         lacks: unsupported keys of `FEATURES`.
         chunk_dtypes: device type -> dtypes supported for "chunks". Other device types
@@ -94,6 +107,7 @@ class Backend:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
+    chips: Mapping[int, int] = field(default_factory=dict)
     library: str | None = None
     computes_hidden_pairs: bool = False
     lacks: frozenset[str] = frozenset()
@@ -140,6 +154,38 @@ _flex_attention = partial(
     head_dims=(16, 32, 64, 128),
     library="triton",
     lacks=CHUNKS,
+)
+# torch's varlen_attn calls FlashAttention 2, or by torch's switch 3 (Hopper) or 4 (Hopper and
+# Blackwell). In FlashAttention 4, only Hopper supports all widths.
+HOPPER, BLACKWELL = 9, 10
+_varlen_attention = partial(
+    Backend,
+    "wrappers.varlen",
+    devices=("cuda",),
+    dtypes=SIXTEEN_BIT_NAMES,
+    head_dims=tuple(range(8, 257, 8)),
+    lacks=CHUNKS | {"offsets"},
+)
+_varlen_attentions = {
+    "varlen": partial(_varlen_attention, library="varlen_attn"),
+    "varlen_fa3": partial(
+        _varlen_attention, library="flash_attn_3", chips={HOPPER: 256}, entry="attend_by_fa3"
+    ),
+    "varlen_fa4": partial(
+        _varlen_attention,
+        library="flash_attn_4",
+        chips={HOPPER: 256, BLACKWELL: 128},
+        entry="attend_by_fa4",
+    ),
+}
+_BY = ("", " by FlashAttention 3", " by FlashAttention 4")
+_flash_attention_4 = partial(
+    Backend,
+    "wrappers.flash",
+    devices=("cuda",),
+    dtypes=SIXTEEN_BIT_NAMES,
+    library="flash_attn_4",
+    lacks=CHUNKS | {"offsets"},
 )
 _torch_attention = partial(
     Backend,
@@ -205,11 +251,28 @@ DIFFERENTIAL = {
         saved=costs.four_calls,
         saves_values=False,
     ),
+    "flash4_2call": _flash_attention_4(
+        "two calls of FlashAttention 4 with V whole: 6d forward, 14d backward",
+        work=costs.per_head((3, 3), (7, 7)),
+        saved=costs.two_calls,
+        head_dims=tuple(range(8, 129, 8)),
+        chips={HOPPER: 128, BLACKWELL: 64},
+        entry="attend_by_fa4_in_two_calls",
+    ),
     "flex": _flex_attention(
         "two compiled calls of torch's FlexAttention with V whole",
         work=costs.per_head((3, 3), (7, 7)),
         saved=costs.two_calls,
     ),
+}
+DIFFERENTIAL |= {
+    name: backend(
+        f"torch's varlen_attn{by}, four calls: 8d forward, 20d backward",
+        work=costs.per_head((4, 4), (10, 10)),
+        saved=costs.four_calls,
+        saves_values=False,
+    )
+    for (name, backend), by in zip(_varlen_attentions.items(), _BY, strict=True)
 }
 
 SOFTMAX = {
@@ -242,11 +305,29 @@ SOFTMAX = {
         saved=costs.log_sum_exps,
         saves_result=True,
     ),
+    "flash4": _flash_attention_4(
+        "FlashAttention 4",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.log_sum_exps,
+        saves_result=True,
+        head_dims=tuple(range(8, 257, 8)),
+        chips={HOPPER: 256, BLACKWELL: 128},
+        entry="attend_by_fa4",
+    ),
     "flex": _flex_attention(
         "torch's FlexAttention, compiled",
         work=costs.per_head((2, 0), (5, 0)),
         saved=costs.output_and_log_sum_exps,
     ),
+}
+SOFTMAX |= {
+    name: backend(
+        f"torch's varlen_attn{by}",
+        work=costs.per_head((2, 0), (5, 0)),
+        saved=costs.log_sum_exps,
+        saves_result=True,
+    )
+    for (name, backend), by in zip(_varlen_attentions.items(), _BY, strict=True)
 }
 
 SUBTRACTION = {
@@ -340,6 +421,15 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
         return f"takes {', '.join(backend.dtypes)}, got {call.dtype}"
     if backend.head_dims is not None and call.head_dim not in backend.head_dims:
         return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {call.head_dim}"
+    if backend.chips and call.chip is not None:
+        if call.chip not in backend.chips:
+            names = " or ".join(f"{chip}.x" for chip in backend.chips)
+            return f"needs compute capability {names}, got {call.chip}.x"
+        if call.head_dim > (largest := backend.chips[call.chip]):
+            return (
+                f"takes head_dim up to {largest} on compute capability {call.chip}.x, got "
+                f"{call.head_dim}"
+            )
     if missing := sorted(call.needs & backend.lacks):
         return f"cannot {' nor '.join(FEATURES[feature] for feature in missing)}"
     in_chunks = backend.chunk_dtypes.get(call.device, (call.dtype,))

@@ -1,7 +1,8 @@
-"""Attention by calls of FlashAttention 2, or of its fork flex_head_fa for a V wider than Q.
+"""Attention by calls of FlashAttention 2 or 4, or of the fork flex_head_fa for a V wider than Q.
 
-Both libraries (flash_attn 2.8, flex_head_fa 0.1.2) follow the conventions of `api.diff_attention`.
-The last query has the position of the last key, and a query without visible keys gives zero.
+The libraries (flash_attn 2.8, flex_head_fa 0.1.2, flash-attn-4 4.0.0b36) follow the conventions of
+`api.diff_attention`. The last query has the position of the last key, and a query without visible
+keys gives zero.
 """
 
 import inspect
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..registry import LIBRARIES
 from .two_map_calls import Attend, four_calls, two_calls
 
 ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
 
 
 def load_library(name: str) -> ModuleType:
-    """Import the library, and check that its functions have the parameters in `ARGUMENTS`."""
-    library = import_module(name)
+    """Import a library, and check that its functions have the parameters in `ARGUMENTS`.
+
+    `name` is a key of `registry.LIBRARIES`.
+    """
+    library = import_module(LIBRARIES[name])
     for function_name in ("flash_attn_func", "flash_attn_varlen_func"):
         function = getattr(library, function_name, None)
         given = set() if function is None else set(inspect.signature(function).parameters)
@@ -35,6 +40,16 @@ def load_library(name: str) -> ModuleType:
 def attend(call: AttentionCall) -> Tensor:
     """Compute softmax attention by one call of FlashAttention 2."""
     return plain_attention(load_library("flash_attn"), call)(*call.maps.arguments())
+
+
+def attend_by_fa4(call: AttentionCall) -> Tensor:
+    """Compute softmax attention by one call of FlashAttention 4."""
+    return plain_attention(load_library("flash_attn_4"), call)(*call.maps.arguments())
+
+
+def attend_by_fa4_in_two_calls(call: AttentionCall) -> Tensor:
+    """Compute differential attention by two calls of FlashAttention 4 with the whole V."""
+    return two_calls(plain_attention(load_library("flash_attn_4"), call), call)
 
 
 def attend_in_two_calls(call: AttentionCall) -> Tensor:
@@ -56,7 +71,7 @@ def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if mask.cu_seqlens is None:
-        return lambda q, k, v: library.flash_attn_func(q, k, v, **options)
+        return lambda q, k, v: _output(library.flash_attn_func(q, k, v, **options))
     row = torch.tensor(mask.cu_seqlens, dtype=torch.int32)
     longest = int(row.diff().max())
 
@@ -64,7 +79,7 @@ def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
         starts = torch.arange(q.shape[0], dtype=torch.int32)[:, None] * row[-1]
         bounds = torch.cat([row[:1], (starts + row[1:]).flatten()]).to(q.device)
         flat = (x.flatten(0, 1) for x in (q, k, v))
-        out = library.flash_attn_varlen_func(
+        found = library.flash_attn_varlen_func(
             *flat,
             cu_seqlens_q=bounds,
             cu_seqlens_k=bounds,
@@ -72,6 +87,11 @@ def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
             max_seqlen_k=longest,
             **options,
         )
-        return out.unflatten(0, q.shape[:2])
+        return _output(found).unflatten(0, q.shape[:2])
 
     return attend
+
+
+def _output(found: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+    """Return the output; FlashAttention 4 returns (output, log-sum-exp or None)."""
+    return found[0] if isinstance(found, tuple) else found

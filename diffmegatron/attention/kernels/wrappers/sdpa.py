@@ -15,12 +15,14 @@ from ..call import AttentionCall
 from ..maps import QKV, WholeAttention, map_gradients
 from ..masks import AttentionMask
 from .two_map_calls import four_calls
+from .varlen import use_flash_attention
 
 aten = torch.ops.aten
 
 
 def attend(call: AttentionCall) -> Tensor:
     """Compute softmax attention by one call, or differential attention by four calls."""
+    use_flash_attention(None)
     bias = _bias(call.mask, call.maps.v)
     attend_map = partial(_attend, softmax_scale=call.scale, bias=bias, causal=call.mask.causal)
     if call.lambda_ is None:
@@ -82,6 +84,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
     q, k and v are `[b, h, length, width]`. On CUDA the width must be a multiple of 8.
     """
+    use_flash_attention(None)
     flash = aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         flash = aten._scaled_dot_product_flash_attention_for_cpu
@@ -93,6 +96,7 @@ def _flash_gradients(*inputs: Tensor, causal: bool, scale: float) -> tuple[Tenso
     """Return the gradients of q, k and v, given dO, q, k, v, the output and the log-sum-exp."""
     gradients: tuple[Tensor, ...]
     _, q, k, *_ = inputs
+    use_flash_attention(None)
     if q.is_cuda:
         # The random state is only for dropout, and the cumulative lengths only for nested tensors.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)

@@ -19,6 +19,7 @@ from diffmegatron.attention.kernels.registry import (
     AUTO_ORDER,
     BACKENDS,
     DIFFERENTIAL,
+    LIBRARIES,
     Call,
     choose_backend,
     needed_features,
@@ -32,8 +33,28 @@ ON_CPU = Call("differential", "cpu", "float32", 128)
 
 
 def test_flash_cudnn_and_flex_need_the_whole_sequence():
-    whole = {"flash_2call", "flash_4call", "cudnn_2call", "flex"}
+    whole = {"flash_2call", "flash_4call", "flash4_2call", "cudnn_2call", "flex"}
+    whole |= {"varlen", "varlen_fa3", "varlen_fa4"}
     assert whole_sequence_backends("differential") == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "head_dim", "reason"),
+    [
+        ("flash4_2call", 9, 128, None),
+        ("flash4_2call", 10, 64, None),
+        ("flash4_2call", 10, 72, "takes head_dim up to 64 on compute capability 10.x, got 72"),
+        ("flash4_2call", 8, 64, "needs compute capability 9.x or 10.x, got 8.x"),
+        ("varlen_fa3", 10, 64, "needs compute capability 9.x, got 10.x"),
+        ("varlen_fa4", 10, 128, None),
+        ("varlen_fa4", 9, 256, None),
+        ("varlen", 8, 256, None),
+        ("varlen_fa3", None, 128, None),
+    ],
+)
+def test_a_chip_limits_the_widths_of_a_backend(name, chip, head_dim, reason):
+    call = ON_CUDA._replace(chip=chip, head_dim=head_dim)
+    assert why_not(name, call, frozenset(LIBRARIES)) == reason
 
 
 def test_the_table_loads_without_torch():
