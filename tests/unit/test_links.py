@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tools/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tools/README.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -33,7 +33,16 @@ def test_the_index_names_every_page():
     assert [each for each in missing if each != "README.md"] == []
 
 
-@pytest.mark.parametrize("name", ["Makefile", ".ci/run", "CONTRIBUTING.md", "docs/robustness.md"])
+def test_hosted_ci_runs_targets_of_the_makefile():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    run = set(re.findall(r"- run: make ([\w-]+)", workflow))
+    assert {"lint", "test", "quickstart"} <= run <= set(targets)
+
+
+@pytest.mark.parametrize(
+    "name", ["Makefile", ".ci/run", "CONTRIBUTING.md", "docs/results/robustness.md"]
+)
 def test_named_tests_exist(name):
     text = (ROOT / name).read_text()
     named = set(re.findall(r"\btests/[\w/]+(?:\.py)?", text))
