@@ -4,12 +4,15 @@ starts = $(shell $(1) -c '' 2>/dev/null && echo $(1))
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(call starts,$(name))))
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A command that pipes its output fails if any part of it fails.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
-.PHONY: install quickstart test test-profile test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-report constraints lint clean
+.PHONY: install quickstart test test-profile test-fast test-versions transformers4 transformer-engine vllm gpu-test gpu-report constraints docs lint clean
 
 install: $(VENV)/.installed
 
-quickstart: $(VENV)/.installed
+quickstart: $(VENV)/.installed-base
 	$(BIN)/diffmegatron quickstart
 
 # Every save waits for the disk, except in memory. Tests need some 2 GB for files there.
@@ -84,21 +87,41 @@ lint: $(VENV)/.installed
 	$(BIN)/shellcheck .ci/run launch/*.sh
 	$(BIN)/mypy
 
+# The site, with warnings as errors.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # Pins of what pip resolves on each Python; `make constraints UPGRADE=--upgrade` takes newer releases.
 constraints:
 	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command 'make constraints' $(UPGRADE) --output-file constraints.txt
 
 clean:
-	rm -rf runs build .transformers4 .vllm *.egg-info
+	rm -rf runs build site .transformers4 .vllm *.egg-info
 
-# torch comes first and pinned: asked for as a dependency, the registry's newest build with
-# gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# uv where it is found, else pip. pip's output becomes one line that shows the progress. Neither compiles
+# the thousands of modules that nobody imports.
+ifneq ($(shell command -v uv 2>/dev/null),)
+INSTALL = uv pip install --python $(BIN)/python --constraint constraints.txt $(1)
+else
+INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints.txt $(1) | awk ' \
+	/^Collecting/ { printf "\r\033[K%d packages found, newest %s", ++found, $$2; fflush() } \
+	/^Installing collected/ { printf "\r\033[Kinstalling %d packages", NF - 3; fflush() } \
+	END { print "" }'
+endif
+
+# What `make quickstart` runs. torch is named, because as a dependency alone the registry's newest build
+# with gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
+$(VENV)/.installed-base: pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo 'diffmegatron needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one, or give its path as PYTHON=' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("diffmegatron needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; install one of them, or give its path as PYTHON=")'
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call INSTALL,torch --editable .)
+	touch $@
+
+# What tests and linters need besides.
+$(VENV)/.installed: $(VENV)/.installed-base
+	@echo "Installing what tests and linters need takes minutes."
+	$(call INSTALL,--editable '.[dev]')
 	touch $@

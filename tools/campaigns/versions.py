@@ -2,14 +2,14 @@
 
     python -m tools.campaigns.versions --python python3.12 torch==2.15.0
     python -m tools.campaigns.versions --oldest         # the oldest that pyproject.toml admits
-    python -m tools.campaigns.versions --table          # only write the table of docs/install.md
+    python -m tools.campaigns.versions --table          # only write the table of versions.md
 
 The command builds an environment in a temporary folder with uv. It installs the versions in
 constraints.txt, in which the requirements on the command line replace the versions of the same
 packages; or, with --oldest, the oldest versions that pyproject.toml admits. It runs the tests of
 ``make test-versions`` there, and records the installed versions and the number of passed tests in
-docs/results/versions.json and docs/install.md. It takes minutes, and gigabytes of disk if the
-package index has only builds of torch with CUDA.
+docs/results/versions.json and docs/results/versions.md. It takes minutes, and gigabytes of disk if
+the package index has only builds of torch with CUDA.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 from tools.paths import RESULTS, ROOT
 
 ROWS = RESULTS / "versions.json"
-PAGE = ROOT / "docs" / "install.md"
+PAGE = ROOT / "docs" / "results" / "versions.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 LIBRARIES = ("torch", "triton", "megatron-core", "deepspeed", "transformers", "numpy", "pydantic")
 # Pattern of the packages whose versions each release of torch prescribes.
@@ -102,7 +102,8 @@ def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
     subprocess.run([*install, *packages], check=True)
     # The Makefile takes this file as the mark of a complete environment. Without it, make would
     # install the packages again.
-    (environment / ".installed").touch()
+    for stamp in (".installed-base", ".installed"):
+        (environment / stamp).touch()
     tests = subprocess.run(
         ["make", "test-versions", f"VENV={environment}"],
         cwd=ROOT,
@@ -129,7 +130,7 @@ def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as docs/install.md shows them."""
+    """Return the rows as docs/results/versions.md shows them."""
     lines = [
         f"| Python | {' | '.join(LIBRARIES)} | passed | failed | command |",
         "|" + "---|" * (len(LIBRARIES) + 4),
@@ -143,17 +144,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """Replace the table of docs/install.md by one with these rows."""
+    """Replace the table of docs/results/versions.md by one with these rows."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 def main() -> None:
-    """Try one set of versions, and write its row to versions.json and to docs/install.md.
+    """Try one set of versions, and write its row to versions.json and to docs/results/versions.md.
 
     The row replaces an earlier row with the same versions. With ``--table``, only the table of
-    docs/install.md is written.
+    docs/results/versions.md is written.
     """
     parser = argparse.ArgumentParser(
         prog="python -m tools.campaigns.versions", description=(__doc__ or "").partition("\n")[0]
