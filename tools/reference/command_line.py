@@ -38,6 +38,11 @@ def _described(name: str, command: Any) -> Iterator[str]:
     yield code(" ".join([name, *command.collect_usage_pieces(context)]))
     yield inspect.cleandoc(command.help or "")
     records = [each.get_help_record(context) for each in command.get_params(context)]
-    rows = [(code(words), text) for words, text in filter(None, records) if "--help" not in words]
+    # Markdown would read [x>=1] as a link.
+    rows = [
+        (code(words), text.replace("[", "\\["))
+        for words, text in filter(None, records)
+        if "--help" not in words
+    ]
     if rows:
         yield table(("argument or option", "meaning"), rows)

@@ -1,0 +1,56 @@
+"""Hook of mkdocs.yml: pages of the site that are outside of docs, and links that leave docs."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# File of the repository -> page of the site.
+OUTSIDE = {
+    "README.md": "index.md",
+    "docs/README.md": "tasks.md",
+    "examples/README.md": "examples.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "tools/README.md": "tools.md",
+}
+_SOURCES = {page: source for source, page in OUTSIDE.items()}
+# Roles of docstrings, such as :func:`train`.
+_ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>|`)")
+_LINK = re.compile(
+    r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]+)?\)"
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of ``OUTSIDE``."""
+    # mkdocs would use docs/README.md as the first page.
+    if (index := files.get_file_from_path("README.md")) is not None:
+        files.remove(index)
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page whose links lead to pages of the site, without links to other files."""
+    name = page.file.src_uri
+    source = _SOURCES.get(name, f"docs/{name}")
+
+    def replaced(link: re.Match[str]) -> str:
+        mark, text, path, anchor = link[1], link[2], link[3], link[4] or ""
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        found = OUTSIDE.get(target) or (target[5:] if target.startswith("docs/") else None)
+        if found is None or not (ROOT / target).is_file():
+            return text
+        return f"{mark}[{text}]({posixpath.relpath(found, posixpath.dirname(name))}{anchor})"
+
+    return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page without the roles of docstrings."""
+    return _ROLE.sub("", html)
