@@ -12,7 +12,7 @@ SHELL := bash
 
 install: $(VENV)/.installed
 
-quickstart: $(VENV)/.installed-base
+quickstart: $(or $(wildcard $(VENV)/.installed),$(VENV)/.installed-base)
 	$(BIN)/diffmegatron quickstart
 
 # Every save waits for the disk, except in memory. Tests need some 2 GB for files there.
@@ -88,7 +88,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 # The site, with warnings as errors.
-docs: $(VENV)/.installed
+docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Pins of what pip resolves on each Python; `make constraints UPGRADE=--upgrade` takes newer releases.
@@ -110,18 +110,25 @@ INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 	END { print "" }'
 endif
 
-# What `make quickstart` runs. torch is named, because as a dependency alone the registry's newest build
-# with gigabytes of CUDA packages would be taken even where a CPU wheel of this version is at hand.
-$(VENV)/.installed-base: pyproject.toml constraints.txt
-	@test -n '$(PYTHON)' || { echo 'diffmegatron needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one, or give its path as PYTHON=' >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("diffmegatron needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; install one of them, or give its path as PYTHON=")'
-	@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes minutes."
-	$(PYTHON) -m venv $(VENV)
-	$(call INSTALL,torch --editable .)
-	touch $@
+# torch is named, because as a dependency alone the registry's newest build with gigabytes of CUDA packages
+# would be taken even where a CPU wheel of this version is at hand.
+define CREATE
+@test -n '$(PYTHON)' || { echo 'diffmegatron needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one, or give its path as PYTHON=' >&2; exit 1; }
+@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("diffmegatron needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; install one of them, or give its path as PYTHON=")'
+@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes minutes."
+$(PYTHON) -m venv $(VENV)
+$(call INSTALL,torch --editable $(1))
+touch $@
+endef
 
-# What tests and linters need besides.
-$(VENV)/.installed: $(VENV)/.installed-base
-	@echo "Installing what tests and linters need takes minutes."
-	$(call INSTALL,--editable '.[dev]')
+# What `make quickstart` runs.
+$(VENV)/.installed-base: pyproject.toml constraints.txt
+	$(call CREATE,.)
+
+# That, and what tests and linters need.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call CREATE,'.[dev]')
+
+$(VENV)/.installed-docs: docs/requirements.txt | $(VENV)/.installed
+	$(call INSTALL,--requirement docs/requirements.txt)
 	touch $@

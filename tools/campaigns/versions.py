@@ -102,8 +102,7 @@ def try_versions(python: str, constraints: str, folder: Path) -> dict[str, Any]:
     subprocess.run([*install, *packages], check=True)
     # The Makefile takes this file as the mark of a complete environment. Without it, make would
     # install the packages again.
-    for stamp in (".installed-base", ".installed"):
-        (environment / stamp).touch()
+    (environment / ".installed").touch()
     tests = subprocess.run(
         ["make", "test-versions", f"VENV={environment}"],
         cwd=ROOT,
