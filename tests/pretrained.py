@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **TIED},
     "qwen2.5": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6}},
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "gated_llama": {"model_type": "gated_llama", "qk_norm": True},
     "seed_oss": {
         "model_type": "seed_oss",
         "head_dim": 10,
@@ -79,7 +80,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **TIED,
     },
     "diffllama": {"model_type": "diffllama"},
-    "diff_v2": {"model_type": "diff_v2", "signal_per_noise": 2, "head_dim": 8, "qk_norm": True},
+    "diff_v2": {
+        "model_type": "diff_v2",
+        "signal_per_noise": 2,
+        "head_dim": 8,
+        "qk_norm": True,
+        "output_gate": "elementwise",
+    },
     "grouped": {
         "model_type": "grouped_diff",
         "signal_per_noise": 2,
@@ -93,6 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "lambda_init": 0.7,
         "qk_norm": True,
+        "output_gate": "headwise",
         "headwise_norm": False,
     },
 }

@@ -78,7 +78,8 @@ class OptimizerConfig(Section):
 
     ``trainable`` has patterns of tensor names. Other tensors are frozen, except LoRA's
     matrices. The suffix ``:q``, ``:k``, ``:v`` or ``:[kv]`` selects rows of ``linear_qkv``, such as
-    ``*.linear_qkv.weight:k``. ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
+    ``*.linear_qkv.weight:k``; ``:g`` selects those of an elementwise ``output_gate``.
+    ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
     """
 
     lr: float = Field(gt=0, description="largest learning rate")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.layer import QKV_BIAS
 from diffmegatron.attention.kinds.layer_kinds import overlap
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.recipe_sections import RecipeSections
@@ -29,34 +30,34 @@ class NamedTensor:
         shape: shape before sharding.
         sharded: True if each tensor-parallel rank has a shard, False if each has a full copy.
         float32: whether the tensor stays float32 in a bf16 run.
+        parts: names of the parts fused along the rows of ``linear_qkv``; empty for any other
+            tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     sharded: bool = False
     float32: bool = False
+    parts: tuple[str, ...] = ()
 
     def elements(self, tensor_parallel: int) -> int:
         """Return the number of elements on one tensor-parallel rank."""
         return math.prod(self.shape) // (tensor_parallel if self.sharded else 1)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the parts fused along the rows of ``linear_qkv``; empty for any other tensor."""
-        fused = self.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
-        return ("q", "k", "v") if fused else ()
 
 
 def layer_tensors(model: ModelConfig, kind: AttentionKind) -> list[NamedTensor]:
     """Return the tensors of a layer with this attention; their names lack ``decoder.layers.N.``."""
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, kind.heads
     attention = "self_attention."
+    fused = {f"{attention}{name}": heads.parts for name in ("linear_qkv.weight", QKV_BIAS)}
     declared = [
-        NamedTensor(attention + each.name, each.shape, each.sharded, each.float32)
+        NamedTensor(name, each.shape, each.sharded, each.float32, fused.get(name, ()))
         for each in kind.parameters(hidden)
+        for name in (attention + each.name,)
     ]
+    qkv = f"{attention}linear_qkv.weight"
     projections = [
-        NamedTensor(f"{attention}linear_qkv.weight", (heads.qkv_channels, hidden), sharded=True),
+        NamedTensor(qkv, (heads.qkv_channels, hidden), sharded=True, parts=fused[qkv]),
         NamedTensor(f"{attention}linear_proj.weight", (hidden, heads.output_channels), True),
         NamedTensor("mlp.linear_fc1.weight", (2 * ffn, hidden), sharded=True),
         NamedTensor("mlp.linear_fc2.weight", (hidden, ffn), sharded=True),

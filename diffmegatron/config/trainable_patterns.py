@@ -30,7 +30,7 @@ def trains_everything(recipe: RecipeSections) -> bool:
 
 
 def trained_parts(tensor: NamedTensor, recipe: RecipeSections) -> tuple[str, ...]:
-    """Return which fused parts of a tensor (q, k and v of ``linear_qkv``) are trained.
+    """Return which fused parts of a tensor (q, k, v and g of ``linear_qkv``) are trained.
 
     The result is ("",) for a trained tensor that is not fused, and () for a frozen tensor.
     """

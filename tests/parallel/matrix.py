@@ -58,6 +58,8 @@ YARN = (
     "attention_factor: 1.3}",
 )
 QK_NORM = ("model.attention.qk_norm=true",)
+GATE = ("model.attention.output_gate=elementwise",)
+HEAD_GATE = ("model.attention.output_gate=headwise",)
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
 DEX = ("model.attention.kind=dex", "model.attention.projection_init={kind: identity, scale: 0.5}")
 # With two tensor-parallel ranks, all selected heads of the first layer are on one rank. In the
@@ -94,8 +96,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gqa": TWO,
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true", *Z_LOSS),
-    "tied": ("model.tied_embeddings=true", *Z_LOSS),
-    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN, *QK_NORM),
+    "tied": ("model.tied_embeddings=true", *Z_LOSS, *HEAD_GATE),
+    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN, *QK_NORM, *GATE),
     # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (
         *DOCUMENTS,
@@ -104,11 +106,11 @@ MODELS: dict[str, tuple[str, ...]] = {
         "training.micro_batch_size=2",
     ),
     "bf16": ("training.precision=bf16",),
-    "v2": (*V2, *YARN),
+    "v2": (*V2, *YARN, *HEAD_GATE),
     # The logged lambda is the mean over tokens of the last microbatch. So the run of one process
     # needs the same micro_batch_size as the layouts.
     "v2-deep": (*V2, "model.attention.signal_per_noise=2", *DEEP, *TWO, *QK_NORM),
-    "grouped": (*GROUPED, *QK_NORM),
+    "grouped": (*GROUPED, *QK_NORM, *GATE),
     "grouped-deep": (*GROUPED, *DEEP),
     "part": PART,
     "lora": ("model.lora={rank: 4, alpha: 8}",),

@@ -37,13 +37,17 @@ def stopped_at_10(finished: Path, run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "attention",
-    ["model.attention.qk_norm=true", "model.baseline=true", "model.attention.kind=diff_v2"],
+    [
+        ("model.attention.qk_norm=true", "model.attention.output_gate=elementwise"),
+        ("model.baseline=true",),
+        ("model.attention.kind=diff_v2", "model.attention.output_gate=headwise"),
+    ],
 )
 def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train(tiny_recipe(attention, f"run_dir={whole}"))
+    train(tiny_recipe(*attention, f"run_dir={whole}"))
     stopped_at_10(whole, parted)
-    train(tiny_recipe(attention, f"run_dir={parted}"))
+    train(tiny_recipe(*attention, f"run_dir={parted}"))
     assert len(losses(whole)) == 20
     assert losses(parted) == losses(whole)
     ends = [open_checkpoint(CheckpointStore(run).latest()) for run in (whole, parted)]

@@ -16,13 +16,17 @@ V1 = "configs/at_scale/diff_3b_64gpus.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}",)
 TWO = ("training.micro_batch_size=2",)
 QK_NORM = ("model.attention.qk_norm=true",)
+GATE = ("model.attention.output_gate=elementwise",)
+HEAD_GATE = ("model.attention.output_gate=headwise",)
 SELECTED = ("model.attention.selected_heads=[[0, 1], [2, 3, 4]]",)
 CASES = {
     "v1 by Triton": Case(V1, 64, (*SMALL, "training.attention_backend=triton")),
     "v2": Case("configs/at_scale/diff_v2_3b_64gpus.yaml", 64, SMALL),
     "grouped": Case("configs/at_scale/grouped_3b_64gpus.yaml", 64, SMALL),
     "softmax": Case("configs/at_scale/transformer_3b_64gpus.yaml", 64, SMALL),
-    "ulysses": Case("configs/at_scale/diff_v2_3b_64k_64gpus.yaml", 64, (*LONG, *QK_NORM), rank=3),
+    "ulysses": Case(
+        "configs/at_scale/diff_v2_3b_64k_64gpus.yaml", 64, (*LONG, *QK_NORM, *GATE), rank=3
+    ),
     "all-gather": Case(
         "configs/at_scale/diff_3b_64k_64gpus.yaml",
         64,
@@ -54,9 +58,11 @@ CASES = {
         microbatches=8,
     ),
     "ring": Case("configs/at_scale/diff_3b_64k_64gpus.yaml", 64, LONG, rank=3),
-    "tensor": Case(V1, 64, (*SMALL, "parallel.tensor=2")),
+    "tensor": Case(V1, 64, (*SMALL, *GATE, "parallel.tensor=2")),
     "sequence": Case(
-        V1, 64, (*SMALL, *QK_NORM, "parallel.tensor=2", "parallel.sequence_parallel=true")
+        V1,
+        64,
+        (*SMALL, *QK_NORM, *HEAD_GATE, "parallel.tensor=2", "parallel.sequence_parallel=true"),
     ),
     "documents": Case(V1, 64, (*SMALL, "data.reset_attention_mask=true")),
     "reference": Case(V1, 64, (*SMALL, "training.attention_backend=reference")),

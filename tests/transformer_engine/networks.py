@@ -37,10 +37,10 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "diff_v1": (),
     "diff_v2": (V2,),
     "grouped": ("model.attention.kind=grouped", "model.attention.signal_per_noise=2"),
-    "softmax": ("model.baseline=true",),
+    "softmax": ("model.baseline=true", "model.attention.output_gate=headwise"),
     "qwen": (
         "model.attention={kind: softmax, num_heads: 4, num_kv_heads: 2, qkv_bias: true, "
-        "qk_norm: true}",
+        "qk_norm: true, output_gate: elementwise}",
     ),
     "dex": DEX,
     "tied, loss in chunks": ("model.tied_embeddings=true", "training.loss_chunk=24"),

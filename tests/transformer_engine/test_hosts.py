@@ -86,8 +86,9 @@ def test_the_classes_are_those_of_the_host(key, networks):
     assert {"ColumnParallelLinear", "RowParallelLinear"} <= local
     assert not [name for name in local if name.startswith("TE")]
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= other
-    # V2's lambda is computed from the normalised input, so this norm is not fused.
-    assert ("TEColumnParallelLinear" in other) == ("v2" in key[0])
+    # V2's lambda and the headwise gate of "softmax" are computed from the normalised input, so this
+    # norm is not fused.
+    assert ("TEColumnParallelLinear" in other) == ("v2" in key[0] or key[0] == "softmax")
     assert "RowParallelLinear" not in other
 
 

@@ -8,7 +8,7 @@ from diffmegatron.attention.costs.layer_run import LayerRun
 from diffmegatron.attention.kernels.costs import FLOAT32, Sizes, ring_saved
 from diffmegatron.attention.kernels.registry import BACKENDS, DIFFERENTIAL
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.attention.kinds.layer import HEAD_NORM, QK_NORMS
+from diffmegatron.attention.kinds.layer import HEAD_NORM, OUTPUT_GATE, QK_NORMS
 
 Kind = TypeVar("Kind", bound=AttentionKind)
 
@@ -65,6 +65,11 @@ class Costs(Generic[Kind]):
         inputs, core = self._two_maps_bytes(run) if has_two_maps else self._softmax_bytes(run)
         if self._declares(QK_NORMS[0]):
             inputs += self._norm_bytes(run)
+        if gate := self._gate_logits():
+            # The gate saves the sigmoid and the heads' outputs. The output projection saves the
+            # product. Recomputation needs the logits.
+            core += run.element * (gate + self.kind.heads.output_channels)
+            inputs += run.element * gate if run.recomputes_core else 0
         return inputs + run.element * self.kind.heads.output_channels, core
 
     def kv_cache_bytes(self, element: int) -> int:
@@ -79,6 +84,11 @@ class Costs(Generic[Kind]):
         """
         repeats = 2 if self.kind.operation == "differential" else 1
         return repeats * self.kv_cache_bytes(element)
+
+    def _gate_logits(self) -> int:
+        """Return the number of logits per token of the output gate; 0 without a gate."""
+        is_headwise = self._declares(OUTPUT_GATE)
+        return self.kind.num_heads if is_headwise else self.kind.heads.channels("g")
 
     def _declares(self, name: str) -> bool:
         return any(each.name == name for each in self.kind.parameters(1))
@@ -140,7 +150,7 @@ class Costs(Generic[Kind]):
         inputs = run.element * heads.query_channels
         if run.recomputes_core:
             # Recomputation saves v, a view that keeps all of linear_qkv's output in memory.
-            inputs += run.element * (heads.query_channels + 2 * heads.key_channels)
+            inputs += run.element * heads.qkv_channels
         return inputs + self._key_value_bytes(run, sizes), core
 
     def _key_value_bytes(self, run: LayerRun, sizes: Sizes) -> float:

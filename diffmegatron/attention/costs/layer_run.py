@@ -67,7 +67,7 @@ class LayerRun:
         else:
             inputs = queries + 2 * keys * self.key_shards
         if self.communication is None:
-            # v is a view of linear_qkv's output, so the unrotated q and k stay in memory too.
-            inputs += queries + keys
+            # v is a view of linear_qkv's output, so its other channels stay in memory too.
+            inputs += self.element * heads.qkv_channels - keys
         copy = queries if self.copies_softmax_output else 0
         return inputs, copy + FLOAT32 * heads.queries

@@ -121,6 +121,11 @@ class Dex(Softmax):
                 f"heads and num_heads is {self.num_heads}; select them on the model that the run "
                 "starts with"
             )
+        if self.output_gate is not None:
+            raise ValueError(
+                f"model.attention.output_gate is {self.output_gate!r} with kind 'dex', whose term "
+                "is exported in the output projection, after the gate; give null"
+            )
         if isinstance(self.selected_heads, Unselected):
             return
         if not any(self.selected_heads):

@@ -18,13 +18,14 @@ from typing_extensions import override
 from diffmegatron.section import Size
 
 from .layer import Context, Heads, Layer, Parameter, Rows
+from .output_gate import OutputGate, with_gate
 from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DiffV2(QKNorm):
+class DiffV2(QKNorm, OutputGate):
     """Differential attention with h = ``num_heads`` signal heads and h / r noise heads of width d.
 
     A key-value head has one key and one value of width d, as in softmax attention. r is
@@ -50,10 +51,10 @@ class DiffV2(QKNorm):
         """
         signal = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", signal + signal // self.ratio), ("k", 1), ("v", 1))
-        return Heads(self.head_dim, self.num_kv_heads, rows, signal)
+        return with_gate(self, Heads(self.head_dim, self.num_kv_heads, rows, signal))
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return W_lambda, [num_heads, hidden_size] and sharded by heads, and norms' weights."""
+        """Return W_lambda, [num_heads, hidden_size] and sharded by heads, and those of `super`."""
         shape = (self.num_heads, hidden_size)
         projection = Parameter("lambda_proj", shape, "matrix", "matrix", sharded=True)
         return (*super().parameters(hidden_size), projection)

@@ -22,7 +22,7 @@ from diffmegatron.attention.kernels.registry import Operation
 from diffmegatron.files import shorten
 from diffmegatron.section import Section, SizeOrZero, divisors
 
-from .layer import Context, Heads, Layer, Parameter
+from .layer import OUTPUT_GATE, Context, Heads, Layer, Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,8 +147,9 @@ class Foundation(NamedTuple):
 
 
 def reads_hidden(kind: AttentionKind) -> bool:
-    """Return whether a kind computes with the layer's normalised input itself."""
-    return type(kind).from_hidden is not AttentionKind.from_hidden
+    """Return whether a kind or its gate computes with the layer's normalised input itself."""
+    is_gated = any(each.name == OUTPUT_GATE for each in kind.parameters(1))
+    return is_gated or type(kind).from_hidden is not AttentionKind.from_hidden
 
 
 Kind = TypeVar("Kind", bound=AttentionKind)

@@ -6,7 +6,7 @@ context-parallel rank.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from diffmegatron.errors import UserError
@@ -14,13 +14,15 @@ from diffmegatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Names of parameters with a meaning for the layer: the bias of `linear_qkv`, and the weights of the
-# RMSNorms of queries and of keys before their rotation. `HEAD_NORM` is the weight of the RMSNorm of
-# each head's output, which a kind applies itself.
+# Names of parameters with a meaning for the layer: the bias of `linear_qkv`, the weights of the
+# RMSNorms of queries and of keys before their rotation, and the matrix of the gate of each head's
+# output. `HEAD_NORM` is the weight of the RMSNorm of each head's output, which a kind applies
+# itself.
 QKV_BIAS = "linear_qkv.bias"
 QK_NORMS = ("q_norm", "k_norm")
+OUTPUT_GATE = "output_gate"
 HEAD_NORM = "head_norm"
-Rows = tuple[tuple[Literal["q", "k", "v"], int], ...]
+Rows = tuple[tuple[Literal["q", "k", "v", "g"], int], ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Heads:
         head_dim: width of a query, key or value head.
         blocks: number of blocks.
         rows: the heads of a block in order, as pairs (kind, number of consecutive heads). Example:
-            (("q", 4), ("k", 1), ("v", 1)) has four queries per key.
+            (("q", 4), ("k", 1), ("v", 1)) has four queries per key. "g" are logits of the gate of
+            the outputs, in the order of the output channels.
         outputs: output channels of the attention per block, divided by ``head_dim``.
     """
 
@@ -44,7 +47,7 @@ class Heads:
     outputs: int
 
     def channels(self, kind: str) -> int:
-        """Return the number of rows of ``linear_qkv`` for heads of a kind: "q", "k" or "v"."""
+        """Return the number of rows of ``linear_qkv`` for heads of a kind: "q", "k", "v" or "g"."""
         return self._count(kind) * self.head_dim
 
     def _count(self, kind: str) -> int:
@@ -73,7 +76,12 @@ class Heads:
     @property
     def qkv_channels(self) -> int:
         """Number of rows of ``linear_qkv``."""
-        return self.query_channels + 2 * self.key_channels
+        return sum(map(self.channels, self.parts))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Kinds of heads in ``rows``, each once: "q", "k" and "v", and "g" with a gate."""
+        return tuple(dict.fromkeys(kind for kind, _ in self.rows))
 
     @property
     def output_channels(self) -> int:
@@ -86,6 +94,18 @@ class Heads:
         lengths = (n for n in range(1, len(self.rows)) if len(self.rows) % n == 0)
         repeated = (n for n in lengths if self.rows == self.rows[:n] * (len(self.rows) // n))
         return self.rows[: next(repeated, len(self.rows))]
+
+    def gated(self) -> "Heads":
+        """Return this layout with a logit "g" for each output channel.
+
+        Every run of queries is followed by an equal share of the logits, so that equal halves of a
+        block stay equal.
+        """
+        share = self.outputs // [kind for kind, _ in self.rows].count("q")
+        rows: list[tuple[Literal["q", "k", "v", "g"], int]] = []
+        for kind, count in self.rows:
+            rows += [(kind, count), ("g", share)] if kind == "q" else [(kind, count)]
+        return replace(self, rows=tuple(rows))
 
     def query_slices(self, keys: int) -> Iterator[slice]:
         """Yield, for each of ``keys`` key heads, the slice of the query heads that attend to it.

@@ -17,6 +17,7 @@ class QKNorm(AttentionKind):
     qk_norm: bool = Field(default=False, description="RMSNorm of each query and key head (Qwen3)")
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the weights of the norms if ``qk_norm`` is true."""
+        """Return the weights of the norms if ``qk_norm`` is true, and the parameters of `super`."""
         names = QK_NORMS if self.qk_norm else ()
-        return tuple(Parameter(name, (self.head_dim,), Constant(1.0), "norm") for name in names)
+        norms = (Parameter(name, (self.head_dim,), Constant(1.0), "norm") for name in names)
+        return (*norms, *super().parameters(hidden_size))

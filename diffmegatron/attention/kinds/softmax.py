@@ -9,13 +9,14 @@ from pydantic import Field
 
 from .kind import AttentionKind
 from .layer import HEAD_NORM, QKV_BIAS, Constant, Context, Heads, Layer, Parameter, Rows
+from .output_gate import OutputGate, with_gate
 from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Softmax(QKNorm):
+class Softmax(QKNorm, OutputGate):
     """Softmax attention; ``num_heads / num_kv_heads`` query heads share a key-value head.
 
     ``qkv_bias`` adds a bias to queries, keys and values (Qwen2). ``headwise_norm`` applies an
@@ -33,10 +34,10 @@ class Softmax(QKNorm):
         """Layout of Megatron-core: a block has the queries of one key, this key and its value."""
         queries = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", queries), ("k", 1), ("v", 1))
-        return Heads(self.head_dim, self.num_kv_heads, rows, queries)
+        return with_gate(self, Heads(self.head_dim, self.num_kv_heads, rows, queries))
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the bias of ``linear_qkv`` and the weights of the norms, if configured."""
+        """Return the bias of ``linear_qkv``, the gate and the norms' weights, if configured."""
         own = [*super().parameters(hidden_size)]
         if self.qkv_bias:
             channels = (self.heads.qkv_channels,)
@@ -74,7 +75,7 @@ def transformer_of(kind: AttentionKind) -> Softmax:
     """Return softmax attention with as many output, key and value channels as a kind.
 
     A kind that extends softmax attention keeps its keys, such as ``qkv_bias``. All kinds keep
-    ``qk_norm``.
+    ``qk_norm`` and ``output_gate``.
     """
     # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
     if isinstance(kind, Softmax):
@@ -86,4 +87,5 @@ def transformer_of(kind: AttentionKind) -> Softmax:
         num_kv_heads=heads.keys,
         head_dim=heads.head_dim,
         qk_norm=isinstance(kind, QKNorm) and kind.qk_norm,
+        output_gate=kind.output_gate if isinstance(kind, OutputGate) else None,
     )

@@ -24,6 +24,7 @@ from diffmegatron.section import FREE
 from .kind import AttentionKind
 from .lambda_init import LambdaInit
 from .layer import HEAD_NORM, Constant, Context, Heads, Layer, Parameter, Rows
+from .output_gate import OutputGate, with_gate
 from .qk_norm import QKNorm
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def split_maps(
     return q1, k1, q2, k2, v
 
 
-class VectorLambda(QKNorm, TwoMaps):
+class VectorLambda(QKNorm, OutputGate, TwoMaps):
     """Two maps with one lambda per layer, computed from four trained vectors.
 
     ``lambda_std`` is the standard deviation of the initial lambda vectors; its default is from the
@@ -88,8 +89,13 @@ class VectorLambda(QKNorm, TwoMaps):
 
     operation: ClassVar[Operation] = "differential"
 
+    @property
+    @override
+    def heads(self) -> Heads:
+        return with_gate(self, super().heads)
+
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        """Return the lambda vectors and the weights of the norms, if configured."""
+        """Return the lambda vectors, the gate and the norms' weights, if configured."""
         # Rounding the vectors to bf16 would change lambda by 1e-3 to 5e-3.
         vectors = [
             Parameter(name, (self.head_dim,), self.lambda_std, "lambda", float32=True)

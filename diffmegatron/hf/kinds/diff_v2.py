@@ -22,6 +22,7 @@ class DiffV2Export(Export[DiffV2]):
         config = hf.head_keys(kind.heads) | {
             "signal_per_noise": kind.signal_per_noise,
             "qk_norm": kind.qk_norm,
+            "output_gate": kind.output_gate,
         }
         return hf.HuggingFace("diff_v2", "DiffV2ForCausalLM", config, remote_code=True)
 
@@ -32,6 +33,7 @@ class DiffV2Export(Export[DiffV2]):
             hf.qkv(ours, theirs, self.kind.heads, self.hidden_size),
             hf.output(ours, theirs, self.kind.heads, self.hidden_size),
             *hf.qk_norms(ours, theirs, self.kind),
+            *hf.headwise_gate(ours, theirs, self.kind, self.hidden_size),
             hf.same(f"{ours}.lambda_proj", f"{theirs}.lambda_proj.weight", shape),
         ]
 
@@ -45,6 +47,7 @@ class DiffV2Export(Export[DiffV2]):
             signal_per_noise=ratio,
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
-            # Older exports lack this key.
+            # Older exports lack these keys.
             qk_norm=config.get("qk_norm", False),
+            output_gate=config.get("output_gate"),
         )

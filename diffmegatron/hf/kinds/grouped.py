@@ -30,6 +30,7 @@ class GroupedExport(Export[Grouped]):
             "head_dim": kind.head_dim,
             "signal_per_noise": kind.signal_per_noise,
             "qk_norm": kind.qk_norm,
+            "output_gate": kind.output_gate,
             "headwise_norm": kind.headwise_norm,
             "lambda_init": kind.lambda_init.value or kind.lambda_init.policy,
             "lambda_std_dev": kind.lambda_std,
@@ -49,6 +50,7 @@ class GroupedExport(Export[Grouped]):
             hf.qkv(ours, theirs, heads, self.hidden_size, paired_values=True),
             hf.output(ours, theirs, heads, self.hidden_size),
             *hf.qk_norms(ours, theirs, self.kind),
+            *hf.headwise_gate(ours, theirs, self.kind, self.hidden_size),
             *hf.lambda_vectors(ours, theirs, heads.head_dim),
             *([hf.same(*norm, shape, keep_fp32=True)] if self.kind.headwise_norm else []),
         ]
@@ -63,8 +65,9 @@ class GroupedExport(Export[Grouped]):
             signal_per_noise=config["signal_per_noise"],
             num_kv_heads=config["num_key_value_heads"] // 4,
             head_dim=config["head_dim"],
-            # Older exports lack this key.
+            # Older exports lack these keys.
             qk_norm=config.get("qk_norm", False),
+            output_gate=config.get("output_gate"),
             headwise_norm=config["headwise_norm"],
             lambda_init=LambdaInit.model_validate({"policy": "constant"} | policy),
             lambda_std=config["lambda_std_dev"],

@@ -11,7 +11,7 @@ from diffmegatron.hf.kinds.weight_rules import HuggingFace, WeightRule
 
 MIXED = "mixed_diff"
 # Model types whose attention the exported file modeling_mixed_diff.py can compute.
-EXPORTED = ("llama", "mistral", "qwen3", "seed_oss", "grouped_diff", "diff_v2")
+EXPORTED = ("llama", "mistral", "qwen3", "seed_oss", "grouped_diff", "diff_v2", "gated_llama")
 
 
 class NetworkExport:

@@ -1,4 +1,4 @@
-"""Export of softmax attention as Llama, Mistral, Qwen3 or SeedOss."""
+"""Export of softmax attention as Llama, Mistral, Qwen3, SeedOss or this package's GatedLlama."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,18 +10,25 @@ from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import weight_rules as hf
 from diffmegatron.hf.kinds.export import Export, register_export
 
+# Model type of this package's class with an output gate.
+GATED = "gated_llama"
+
 
 @register_export(Softmax)
 class SoftmaxExport(Export[Softmax]):
-    """Llama, or the class that has the norms, biases or head sizes of the kind."""
+    """Llama, or the class that has the gate, norms, biases or head sizes of the kind."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+    model_types: ClassVar[tuple[str, ...]] = (
+        *("llama", "mistral", "qwen2", "qwen3", "seed_oss"),
+        GATED,
+    )
 
     def hugging_face(self) -> hf.HuggingFace:
-        """Return Hugging Face's class Qwen3, SeedOss, Mistral or Llama, and its configuration keys.
+        """Return a model class and its configuration keys.
 
-        With ``qkv_bias`` the class is SeedOss. Qwen2 has the same biases, but transformers 5 loads
-        Qwen's own tokenizer for every Qwen2 model.
+        With ``output_gate`` the class is this package's GatedLlama. Otherwise it is Hugging Face's
+        Qwen3, SeedOss, Mistral or Llama. With ``qkv_bias`` it is SeedOss. Qwen2 has the same
+        biases, but transformers 5 loads Qwen's own tokenizer for every Qwen2 model.
         """
         kind = self.kind
         if kind.headwise_norm:
@@ -29,6 +36,8 @@ class SoftmaxExport(Export[Softmax]):
                 f"model.attention.headwise_norm True with kind {kind.kind!r} cannot be exported: "
                 "Hugging Face's Llama never has the headwise norm"
             )
+        if kind.output_gate is not None:
+            return self._gated()
         if kind.qkv_bias and kind.qk_norm:
             raise UserError(
                 "model.attention.qkv_bias True with model.attention.qk_norm True cannot be "
@@ -58,6 +67,21 @@ class SoftmaxExport(Export[Softmax]):
             return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))
 
+    def _gated(self) -> hf.HuggingFace:
+        kind = self.kind
+        if kind.qkv_bias:
+            raise UserError(
+                f"model.attention.output_gate {kind.output_gate!r} with model.attention.qkv_bias "
+                "True cannot be exported: GatedLlama has no biases"
+            )
+        own = {"qk_norm": kind.qk_norm, "output_gate": kind.output_gate}
+        return hf.HuggingFace(
+            GATED,
+            "GatedLlamaForCausalLM",
+            hf.head_keys(kind.heads) | own,
+            remote_code=True,
+        )
+
     @override
     def rules(self, ours: str, theirs: str, *, layer: int, step: int) -> list[hf.WeightRule]:
         heads = self.kind.heads
@@ -65,15 +89,18 @@ class SoftmaxExport(Export[Softmax]):
         if self.kind.qkv_bias:
             rules.append(hf.qkv_bias(ours, theirs, heads))
         rules += hf.qk_norms(ours, theirs, self.kind)
+        rules += hf.headwise_gate(ours, theirs, self.kind, self.hidden_size)
         return [*rules, hf.output(ours, theirs, heads, self.hidden_size)]
 
     @classmethod
     @override
     def read(cls, config: Mapping[str, Any]) -> Softmax:
+        is_gated = config["model_type"] == GATED
         return Softmax(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or 0,
             qkv_bias=config["model_type"] in ("qwen2", "seed_oss"),
-            qk_norm=config["model_type"] == "qwen3",
+            qk_norm=config["qk_norm"] if is_gated else config["model_type"] == "qwen3",
+            output_gate=config["output_gate"] if is_gated else None,
         )

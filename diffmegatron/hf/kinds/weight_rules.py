@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffmegatron.attention.kinds.layer import QK_NORMS
+from diffmegatron.attention.kinds.layer import OUTPUT_GATE, QK_NORMS
 from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from diffmegatron.attention.kinds.layer import Heads
+    from diffmegatron.attention.kinds.output_gate import OutputGate
     from diffmegatron.attention.kinds.qk_norm import QKNorm
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -83,21 +84,22 @@ def qkv(
 
     If a block has heads of one type in two places of ``Heads.rows``, the projection has the heads
     of the first place from all blocks, and then the heads of the second place. With
-    ``paired_values``, ``v_proj`` instead has the values block by block.
+    ``paired_values``, ``v_proj`` instead has the values block by block. The logits of an
+    elementwise gate become ``output_gate``, in the order of the output channels.
     """
     d = heads.head_dim
-    sizes = {"q": heads.queries, "k": heads.keys, "v": heads.keys}
+    projections = {part: OUTPUT_GATE if part == "g" else f"{part}_proj" for part in heads.parts}
 
     def orders() -> list["Tensor"]:
-        """Return the heads of q_proj, k_proj and v_proj, as head numbers in ``linear_qkv``."""
+        """Return the heads of each projection, as head numbers in ``linear_qkv``."""
         import torch
 
-        blocks = torch.arange(sum(sizes.values())).unflatten(0, (heads.blocks, -1))
+        blocks = torch.arange(heads.qkv_channels // d).unflatten(0, (heads.blocks, -1))
         runs = blocks.split([count for _, count in heads.rows], dim=1)
         found = []
-        for kind in "qkv":
+        for kind in projections:
             own = [run for run, (each, _) in zip(runs, heads.rows, strict=True) if each == kind]
-            if kind == "v" and paired_values:
+            if kind == "g" or (kind == "v" and paired_values):
                 own = [torch.cat(own, dim=1)]
             found.append(torch.cat([run.flatten() for run in own]))
         return found
@@ -114,7 +116,10 @@ def qkv(
 
     return WeightRule(
         {f"{ours}.linear_qkv.weight": (heads.qkv_channels, hidden_size)},
-        {f"{theirs}.{k}_proj.weight": (sizes[k] * d, hidden_size) for k in "qkv"},
+        {
+            f"{theirs}.{name}.weight": (heads.channels(part), hidden_size)
+            for part, name in projections.items()
+        },
         split,
         join,
     )
@@ -140,6 +145,17 @@ def qk_norms(ours: str, theirs: str, kind: "QKNorm") -> list[WeightRule]:
     """Return the rules of the weights of queries' and keys' norms; none without ``qk_norm``."""
     names = QK_NORMS if kind.qk_norm else ()
     return [same(f"{ours}.{name}", f"{theirs}.{name}.weight", (kind.head_dim,)) for name in names]
+
+
+def headwise_gate(ours: str, theirs: str, kind: "OutputGate", hidden_size: int) -> list[WeightRule]:
+    """Return the rule of a headwise gate's matrix; none with another gate or without a gate.
+
+    The rule :func:`qkv` has the matrix of an elementwise gate.
+    """
+    if kind.output_gate != "headwise":
+        return []
+    shape = (kind.num_heads, hidden_size)
+    return [same(f"{ours}.{OUTPUT_GATE}", f"{theirs}.{OUTPUT_GATE}.weight", shape)]
 
 
 def lambda_vectors(ours: str, theirs: str, head_dim: int) -> list[WeightRule]:

@@ -10,15 +10,18 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from diffmegatron.hf.modeling.configuration_diff_v2 import DiffV2Config
+from diffmegatron.hf.modeling.configuration_gated_llama import GatedLlamaConfig
 from diffmegatron.hf.modeling.configuration_grouped_diff import GroupedDiffConfig
 from diffmegatron.hf.modeling.configuration_mixed_diff import MixedDiffConfig
 from diffmegatron.hf.modeling.modeling_diff_v2 import DiffV2ForCausalLM, DiffV2Model
+from diffmegatron.hf.modeling.modeling_gated_llama import GatedLlamaForCausalLM, GatedLlamaModel
 from diffmegatron.hf.modeling.modeling_grouped_diff import GroupedDiffForCausalLM, GroupedDiffModel
 from diffmegatron.hf.modeling.modeling_mixed_diff import MixedDiffForCausalLM, MixedDiffModel
 
 CLASSES = (
     (DiffV2Config, DiffV2Model, DiffV2ForCausalLM),
     (GroupedDiffConfig, GroupedDiffModel, GroupedDiffForCausalLM),
+    (GatedLlamaConfig, GatedLlamaModel, GatedLlamaForCausalLM),
     (MixedDiffConfig, MixedDiffModel, MixedDiffForCausalLM),
 )
 

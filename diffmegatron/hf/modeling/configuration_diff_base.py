@@ -78,6 +78,11 @@ class DiffBaseConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
         self.rope_parameters = rope_parameters
+        gate = getattr(self, "output_gate", None)
+        if gate not in (None, "elementwise", "headwise"):
+            raise ValueError(
+                f"output_gate is {gate!r}; it must be 'elementwise', 'headwise' or null"
+            )
         self._check_attention()
         for name in ("attention_bias", "attention_dropout", "mlp_bias"):
             if kwargs.get(name):

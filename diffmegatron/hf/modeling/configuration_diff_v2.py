@@ -14,6 +14,8 @@ class DiffV2Config(DiffBaseConfig):
         signal_per_noise: r, number of signal heads that share a noise head.
         num_key_value_heads: number of key heads, and also of value heads. It must divide h / r.
         qk_norm: whether an RMSNorm is applied to each query head and key head before RoPE.
+        output_gate: None, or the gate that multiplies the outputs of the heads: "headwise" for a
+            number per head, "elementwise" for a number per channel of each head.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
     """
 
@@ -33,10 +35,16 @@ class DiffV2Config(DiffBaseConfig):
         signal_per_noise: int = 1,
         num_key_value_heads: int = 8,
         qk_norm: bool = False,
+        output_gate: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.signal_per_noise = signal_per_noise
         self.qk_norm = qk_norm
+        self.output_gate = output_gate
+        if output_gate is not None:
+            gate = {"layers.*.self_attn.output_gate": "colwise"}
+            plan = {**type(self).base_model_tp_plan, **gate}
+            self.base_model_tp_plan = plan  # type: ignore[misc]
         super().__init__(
             num_attention_heads=num_attention_heads,
             num_key_value_heads=num_key_value_heads,

@@ -24,6 +24,8 @@ class GroupedDiffConfig(DiffBaseConfig):
             between 0 and 1 for all layers.
         lambda_std_dev: standard deviation of the initial values of the four lambda vectors.
         qk_norm: whether an RMSNorm is applied to each query head and key head before RoPE.
+        output_gate: None, or the gate that multiplies the outputs of the heads: "headwise" for a
+            number per head, "elementwise" for a number per channel of each head.
         headwise_norm: whether an RMSNorm follows the subtraction of the noise heads' outputs. All
             heads share its weight. Its result is multiplied by 1 - lambda_init.
         kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``.
@@ -41,6 +43,7 @@ class GroupedDiffConfig(DiffBaseConfig):
         headwise_norm: bool = True,
         num_signal_heads: int | None = None,
         qk_norm: bool = False,
+        output_gate: str | None = None,
         **kwargs: Any,
     ) -> None:
         if num_signal_heads is None:
@@ -53,6 +56,7 @@ class GroupedDiffConfig(DiffBaseConfig):
         self.lambda_init = lambda_init
         self.lambda_std_dev = lambda_std_dev
         self.qk_norm = qk_norm
+        self.output_gate = output_gate
         self.headwise_norm = headwise_norm
         super().__init__(
             num_attention_heads=num_attention_heads,

@@ -13,6 +13,7 @@ from transformers import (
 
 from .configuration_diff_base import DiffBaseConfig
 from .configuration_diff_v2 import DiffV2Config
+from .configuration_gated_llama import GatedLlamaConfig
 from .configuration_grouped_diff import GroupedDiffConfig
 
 KINDS = {
@@ -22,6 +23,7 @@ KINDS = {
     "seed_oss": SeedOssConfig,
     "grouped_diff": GroupedDiffConfig,
     "diff_v2": DiffV2Config,
+    "gated_llama": GatedLlamaConfig,
 }
 
 

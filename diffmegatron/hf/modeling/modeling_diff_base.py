@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaRMSNorm
 
@@ -13,6 +13,29 @@ def new_head_norm(config: PretrainedConfig) -> nn.Module:
     if config.qk_norm:
         return LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
     return nn.Identity()
+
+
+def new_output_gate(config: PretrainedConfig, num_heads: int, width: int) -> nn.Module | None:
+    """Return the projection to a gate's logits; None without ``output_gate``.
+
+    There is a logit for each of ``num_heads`` heads, or for each of the ``width`` channels of each.
+    """
+    if config.output_gate is None:
+        return None
+    logits = num_heads * (width if config.output_gate == "elementwise" else 1)
+    return nn.Linear(config.hidden_size, logits, bias=False)
+
+
+def gated(heads: Tensor, gate: nn.Module | None, hidden_states: Tensor) -> Tensor:
+    """Return ``heads``, [b, s, channels], times the sigmoid of the gate's logits.
+
+    ``hidden_states`` is the normalized input of the attention, [b, s, hidden]. The logits are
+    [b, s, heads] or [b, s, channels]. Without a gate, return ``heads``.
+    """
+    if gate is None:
+        return heads
+    factors = gate(hidden_states).sigmoid().unsqueeze(-1)
+    return (heads.unflatten(-1, (factors.shape[-2], -1)) * factors).flatten(-2)
 
 
 class DiffBaseModel(LlamaModel):

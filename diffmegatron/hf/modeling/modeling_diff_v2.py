@@ -8,8 +8,10 @@ head m = n // r:
     out_n = signal_n(x) - sigmoid(x W_lambda)_n * noise_m(x)
 
 W_lambda is ``lambda_proj``. signal_n and noise_m are the attention outputs of the two heads for
-this token. All h + h / r heads are the query heads of one grouped-query attention with an ordinary
-key-value cache. In shapes, b is the batch size and s the number of positions.
+this token. With ``output_gate``, sigmoid(x W_gate) multiplies out_n: W_gate has a column for each
+head, or for each channel of each head. All h + h / r heads are the query heads of one grouped-query
+attention with an ordinary key-value cache. In shapes, b is the batch size and s the number of
+positions.
 """
 
 from typing import Any, ClassVar
@@ -27,7 +29,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_diff_v2 import DiffV2Config
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, new_head_norm
+from .modeling_diff_base import (
+    DiffBaseForCausalLM,
+    DiffBaseModel,
+    gated,
+    new_head_norm,
+    new_output_gate,
+)
 
 
 class DiffV2Attention(LlamaAttention):
@@ -45,6 +53,7 @@ class DiffV2Attention(LlamaAttention):
         self.lambda_proj = nn.Linear(hidden, signals, bias=False)
         self.o_proj = nn.Linear(signals * self.head_dim, hidden, bias=False)
         self.q_norm, self.k_norm = new_head_norm(config), new_head_norm(config)
+        self.output_gate = new_output_gate(config, signals, self.head_dim)
 
     def forward(
         self,
@@ -77,7 +86,8 @@ class DiffV2Attention(LlamaAttention):
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
         output = self._combine(attended.reshape(heads), self.lambda_proj(hidden_states))
-        return self.o_proj(output.to(hidden_states.dtype)), weights
+        output = gated(output.to(hidden_states.dtype), self.output_gate, hidden_states)
+        return self.o_proj(output), weights
 
     def _combine(self, attended: Tensor, logits: Tensor) -> Tensor:
         """Return signal - sigmoid(logits) * noise of all h signal heads, [b, s, h * head_dim].

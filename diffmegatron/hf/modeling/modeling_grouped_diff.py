@@ -10,6 +10,8 @@ softmax maps of the noise heads. For signal head n (from 0), whose key-value hea
     head_n = (1 - lambda_init) * RMSNorm(out_n), over the 2d channels of out_n
 
 All head_n together are the input of ``o_proj``. If ``headwise_norm`` is False, head_n is out_n.
+With ``output_gate``, the input of ``o_proj`` is head_n * sigmoid(x W_gate): W_gate has a column for
+each head, or for each channel of each head. x is the normalized input of the layer.
 There are h_kv differential key-value heads. Each has two keys, k1 for its signal heads and k2 for
 their noise heads. Order of the heads, with d = ``head_dim``:
 
@@ -52,7 +54,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_grouped_diff import GroupedDiffConfig
-from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel, new_head_norm
+from .modeling_diff_base import (
+    DiffBaseForCausalLM,
+    DiffBaseModel,
+    gated,
+    new_head_norm,
+    new_output_gate,
+)
 
 try:
     # transformers 5 calls _init_weights for loaded weights too. The functions of `initialization`
@@ -81,6 +89,7 @@ class GroupedDiffAttention(LlamaAttention):
         self.v_proj = nn.Linear(hidden, 2 * h_kv * d, bias=False)
         self.o_proj = nn.Linear(2 * h * d, hidden, bias=False)
         self.q_norm, self.k_norm = new_head_norm(config), new_head_norm(config)
+        self.output_gate = new_output_gate(config, h, 2 * d)
         self.lambda_init = config.layer_lambda_init(layer_idx)
         # float32 also in a bf16 model, because rounding would change lambda by up to 5e-3.
         self.lambda_q1 = nn.Parameter(torch.zeros(d, dtype=torch.float32))
@@ -134,7 +143,7 @@ class GroupedDiffAttention(LlamaAttention):
         )
         output = self._combine(attended.reshape(heads)).to(hidden_states.dtype)
         maps = None if weights is None else weights[:, self.map_heads]
-        return self.o_proj(output.flatten(-2)), maps
+        return self.o_proj(gated(output.flatten(-2), self.output_gate, hidden_states)), maps
 
     def _combine(self, attended: Tensor) -> Tensor:
         """Return head_n of all signal heads (see the beginning of this file), [b, s, h, 2d].

@@ -12,6 +12,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention
 from .configuration_mixed_diff import MixedDiffConfig
 from .modeling_diff_base import DiffBaseForCausalLM, DiffBaseModel
 from .modeling_diff_v2 import DiffV2Attention
+from .modeling_gated_llama import GatedLlamaAttention
 from .modeling_grouped_diff import GroupedDiffAttention, GroupedDiffPreTrainedModel
 
 ATTENTION = {
@@ -21,6 +22,7 @@ ATTENTION = {
     "seed_oss": SeedOssAttention,
     "grouped_diff": GroupedDiffAttention,
     "diff_v2": DiffV2Attention,
+    "gated_llama": GatedLlamaAttention,
 }
 
 
@@ -30,7 +32,7 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
         "hidden_states": LlamaDecoderLayer,
-        # The differential classes are subclasses of Llama's.
+        # The classes of this package are subclasses of Llama's.
         "attentions": [LlamaAttention, MistralAttention, Qwen3Attention, SeedOssAttention],
     }
 

@@ -32,7 +32,14 @@ from torch import Tensor
 from diffmegatron.attention.context_parallel.whole_sequence import WholeSequence
 from diffmegatron.attention.kernels.registry import ContextCommunication
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.attention.kinds.layer import QK_NORMS, QKV_BIAS, Constant, Identity, Parameter
+from diffmegatron.attention.kinds.layer import (
+    OUTPUT_GATE,
+    QK_NORMS,
+    QKV_BIAS,
+    Constant,
+    Identity,
+    Parameter,
+)
 from diffmegatron.model.layers.rotary import rotate
 
 # A function with three arguments: the rotated queries and the rotated keys of this rank, each
@@ -160,7 +167,7 @@ class SelfAttention(MegatronModule):
                 of the b unsharded sequences.
         """
         documents = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-        query, key, value = self._split(self.linear_qkv(hidden_states)[0])
+        query, key, value, gate = self._split(self.linear_qkv(hidden_states)[0])
         query, key = self._normalized(query, key)
         query, key = (
             x.flatten(2, -2) for x in rotate(query, key, rotary_pos_emb, self.rotary_scale)
@@ -171,13 +178,23 @@ class SelfAttention(MegatronModule):
         context = self.whole_sequence.within(documents)
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         from_hidden = None if from_hidden is None else from_hidden.transpose(0, 1)
+        if OUTPUT_GATE in self._declared:
+            gate = self.project(OUTPUT_GATE, hidden_states)
+        gate = None if gate is None else gate.transpose(0, 1)
 
         def forward(
-            lambda_: Tensor | None, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None
+            lambda_: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            hidden: Tensor | None,
+            gate: Tensor | None,
         ) -> Tensor:
-            return self.kind.forward(self, context._replace(lambda_=lambda_), q, k, v, hidden)
+            own = context._replace(lambda_=lambda_)
+            heads = self.kind.forward(self, own, q, k, v, hidden)
+            return heads if gate is None else _gated(heads, gate)
 
-        inputs = (self.lambda_, query, key, value, from_hidden)
+        inputs = (self.lambda_, query, key, value, from_hidden, gate)
         if self.training and self.config.recompute_granularity == "selective":
             heads = tensor_parallel.checkpoint(forward, False, *inputs)
         else:
@@ -185,20 +202,22 @@ class SelfAttention(MegatronModule):
         heads = heads.to(query.dtype).transpose(0, 1).flatten(2).contiguous()
         return self.linear_proj(heads)
 
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the output of ``linear_qkv``, [s, b, channels], into queries, keys and values.
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Split the output of ``linear_qkv``, [s, b, channels].
 
-        Queries are [s, b, groups, queries per group, d]. Keys are [s, b, groups, keys per group,
-        d]. Values are [s, b, value heads, d]. ``kind.heads.group`` is the layout of a group.
+        Return queries [s, b, groups, queries per group, d], keys [s, b, groups, keys per group, d],
+        values [s, b, value heads, d], and the logits of an elementwise gate [s, b, output channels]
+        or None. ``kind.heads.group`` is the layout of a group.
         """
         heads = self.kind.heads
         counts = [count for _, count in heads.group]
         groups = mixed.unflatten(2, (-1, sum(counts), heads.head_dim))
-        taken: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+        taken: dict[str, list[Tensor]] = {part: [] for part in heads.parts}
         for (kind, _), part in zip(heads.group, groups.split(counts, dim=3), strict=True):
             taken[kind].append(part)
-        query, key, value = (x[0] if len(x) == 1 else torch.cat(x, dim=3) for x in taken.values())
-        return query, key, value.flatten(2, 3)
+        whole = {part: x[0] if len(x) == 1 else torch.cat(x, dim=3) for part, x in taken.items()}
+        gate = whole["g"].flatten(2) if "g" in whole else None
+        return whole["q"], whole["k"], whole["v"].flatten(2, 3), gate
 
     def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the RMSNorms of queries and keys [..., d] whose weights the kind declares."""
@@ -285,3 +304,13 @@ class SelfAttention(MegatronModule):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(moved_only, recurse=False)
+
+
+def _gated(heads: Tensor, gate: Tensor) -> Tensor:
+    """Return outputs of heads, [b, s, ...], times the sigmoid of a gate's logits.
+
+    The logits ``gate`` are [b, s, heads] or [b, s, output channels]. As in Qwen3-Next, the product
+    is computed in their dtype.
+    """
+    by_logit = heads.to(gate.dtype).flatten(2).unflatten(2, (gate.shape[2], -1))
+    return by_logit * gate.sigmoid().unsqueeze(3)

@@ -35,6 +35,9 @@ def random_kind(draw: random.Random) -> dict[str, Any]:
         values |= {} if extra is None else {extra: True}
     else:
         values["qk_norm"] = draw.choice([True, False])
+    if "qkv_bias" not in values:
+        gate = draw.choice([None, "elementwise", "headwise"])
+        values |= {} if gate is None else {"output_gate": gate}
     if kind in ("diff_v1", "grouped"):
         values["headwise_norm"] = draw.choice([True, False])
         if draw.choice([True, False]):

@@ -50,7 +50,7 @@ MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
 # The names of folders with code must be identifiers; with other names, transformers 4 warns.
 KINDS: dict[str, dict[str, object]] = {
     "diff_v1": DIFF | GQA,
-    "diff_v1_qk_norm": DIFF | GQA | {"qk_norm": True},
+    "diff_v1_qk_norm": DIFF | GQA | {"qk_norm": True, "output_gate": "elementwise"},
     "llama": SOFTMAX,
     "llama_tied": SOFTMAX | {"tied_embeddings": True},
     "llama_3": SOFTMAX | {"rope_scaling": LLAMA3},
@@ -59,8 +59,10 @@ KINDS: dict[str, dict[str, object]] = {
     "diff_v1_yarn": DIFF | GQA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
     "qwen3": SOFTMAX | {"qk_norm": True},
+    "gated_llama": SOFTMAX | {"output_gate": "elementwise", "rope_scaling": LLAMA3},
     "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
-    "diff_v2": RATIO | {"kind": "diff_v2", "rope_scaling": LLAMA3, "qk_norm": True},
+    "diff_v2": RATIO
+    | {"kind": "diff_v2", "rope_scaling": LLAMA3, "qk_norm": True, "output_gate": "headwise"},
     "grouped": RATIO | {"kind": "grouped", "tied_embeddings": True, "rope_scaling": YARN | MSCALE},
     "grouped_own_lambda": RATIO
     | {

@@ -253,6 +253,7 @@ def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ({"kind": "softmax", "headwise_norm": True}, "headwise_norm"),
         ({"kind": "softmax", "qkv_bias": True, "qk_norm": True}, "qk_norm"),
+        ({"kind": "softmax", "qkv_bias": True, "output_gate": "headwise"}, "output_gate"),
         (DIFF | {"vocab_size": 256}, "vocab_size"),
     ],
 )

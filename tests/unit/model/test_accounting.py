@@ -43,10 +43,17 @@ KINDS = {
     },
 }
 NORMED_QK = ("softmax", "diff_v1", "diff_v2 in twos", "grouped")
-# Softmax attention with the biases of Qwen2, and every kind with Qwen3's norms of queries and keys.
+GATED = ("softmax", "diff_v1", "diff_v2 in twos", "grouped")
+# Softmax attention with the biases of Qwen2, and every kind with Qwen3's norms of queries and keys,
+# and with each gate of the outputs.
 ADDITIONS = {
     "qwen2": KINDS["softmax"] | {"qkv_bias": True},
     **{f"{kind}, qk_norm": KINDS[kind] | {"qk_norm": True} for kind in NORMED_QK},
+    **{
+        f"{kind}, {gate} gate": KINDS[kind] | {"output_gate": gate}
+        for kind in GATED
+        for gate in ("elementwise", "headwise")
+    },
 }
 
 
@@ -78,6 +85,7 @@ def part_of(name: str) -> str:
         "linear_qkv": "attention",
         "linear_proj": "attention",
         "lambda_proj": "attention",
+        "output_gate": "attention",
         "dex_projection": "attention",
         "lambda_": "lambdas",
         "head_norm": "headwise_norms",

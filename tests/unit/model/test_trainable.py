@@ -30,17 +30,19 @@ from diffmegatron.training.compute.step import summed_loss
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 
-# Overrides that train attention's projections, except the query rows of ``linear_qkv``, and two
-# lambda vectors per layer. The projections have weight decay. The vectors have none.
+# Overrides that train attention's projections, except the rows of queries and of the gate in
+# ``linear_qkv``, and two lambda vectors per layer. The projections have weight decay. The vectors
+# have none.
 PART = (
     "optimizer.trainable=['*.linear_qkv.weight:[kv]', '*.linear_proj.weight', '*.lambda_q?']",
     "optimizer.lr_multipliers={'*.lambda_*': 5, '*.1.*.linear_*': 0.5}",
+    "model.attention.output_gate=elementwise",
 )
 LORA = "model.lora={rank: 4, alpha: 8}"
 # Kind and number of rows of ``linear_qkv`` for one key-value head of the tiny recipe (d = 8), in
-# order. The first map has two query heads, a key head and half of the value. The second map has the
-# same numbers of rows.
-ROWS = [("q", 16), ("k", 8), ("v", 8)] * 2
+# order. The first map has two query heads, half of the gate's logits, a key head and half of the
+# value. The second map has the same numbers of rows.
+ROWS = [("q", 16), ("g", 16), ("k", 8), ("v", 8)] * 2
 
 
 def last(run_dir: Path | str) -> Checkpoint:
@@ -48,8 +50,8 @@ def last(run_dir: Path | str) -> Checkpoint:
 
 
 def frozen_rows() -> Tensor:
-    """Return a mask [128] of the rows of ``linear_qkv``, which is true for query rows."""
-    return torch.cat([torch.full((count,), kind == "q") for kind, count in ROWS]).repeat(2)
+    """Return a mask [192] of the rows of ``linear_qkv``, true for queries and the gate's logits."""
+    return torch.cat([torch.full((count,), kind in "qg") for kind, count in ROWS]).repeat(2)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def reference(recipe) -> dict[str, Tensor]:
     """
     everything = {"trainable": None, "lr_multipliers": {}}
     whole = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=everything)})
-    queries = frozen_rows()
+    frozen = frozen_rows()
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
         network = build_model(whole, parallel_state)
         named = {found[0].name: p for p, found in parameter_shards(network).items()}
@@ -94,7 +96,7 @@ def reference(recipe) -> dict[str, Tensor]:
             for name in named
             if re.search(r"linear_qkv|linear_proj|lambda_q", name)
         }
-        rows = {name: ~queries if "qkv" in name else slice(None) for name in factors}
+        rows = {name: ~frozen if "qkv" in name else slice(None) for name in factors}
         leaves = {name: named[name].detach()[rows[name]].clone() for name in factors}
         optimizer = torch.optim.AdamW(
             [
@@ -162,11 +164,11 @@ def test_frozen_tensors_have_no_gradient_and_no_state_as_planned(tiny_recipe):
     assert held == sum(p.numel() for p in with_gradient) == sum(trained_parameters(recipe, 0))
     assert saved == count_parameters(recipe.model).total == sum(rank_parameters(recipe, 0))
     # Each layer trains two lambda vectors of 8, the keys and values of two key-value heads (32 rows
-    # per head), and a square projection. The 64 frozen query rows of ``linear_qkv`` also have
-    # optimizer state.
+    # per head), and a square projection. The frozen rows of ``linear_qkv``, 64 of queries and 64 of
+    # the gate, also have optimizer state.
     assert len(trained) == 2 * 4
     assert count_trained(recipe) == 2 * (2 * 8 + 2 * 32 * 64 + 64 * 64)
-    assert held - count_trained(recipe) == 2 * 64 * 64
+    assert held - count_trained(recipe) == 2 * 128 * 64
     # The frozen matrices are the three of SwiGLU in each layer, and the output layer.
     assert frozen_matrices(recipe) == 2 * 3 * 64 * 96 + 320 * 64
     whole, part = (count_flops(recipe.model, 64, each) for each in (0, frozen_matrices(recipe)))

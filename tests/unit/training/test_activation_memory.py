@@ -12,8 +12,8 @@ from diffmegatron.training.compute.step import offloaded_activations, summed_los
 
 LENGTH = 64
 KINDS = {
-    "diff_v1": [],
-    "diff_v2": ["model.attention.kind=diff_v2"],
+    "diff_v1": ["model.attention.output_gate=elementwise"],
+    "diff_v2": ["model.attention.kind=diff_v2", "model.attention.output_gate=headwise"],
     "grouped": ["model.attention.kind=grouped", "model.attention.signal_per_noise=2"],
     "dex": ["model.attention={kind: dex, selected_heads: [[0], [1, 3]], annealing_steps: null}"],
 }

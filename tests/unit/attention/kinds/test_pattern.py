@@ -36,10 +36,13 @@ from tests.conftest import TINY
 
 LAMBDA_INIT = 0.4
 V1 = (
-    "{kind: diff_v1, num_heads: 2, num_kv_heads: 1, qk_norm: true, "
+    "{kind: diff_v1, num_heads: 2, num_kv_heads: 1, qk_norm: true, output_gate: elementwise, "
     f"lambda_init: {{policy: constant, value: {LAMBDA_INIT}}}, layers: 3-4}}"
 )
-V2 = "{kind: diff_v2, num_heads: 4, num_kv_heads: 2, qk_norm: true, layers: 1}"
+V2 = (
+    "{kind: diff_v2, num_heads: 4, num_kv_heads: 2, qk_norm: true, output_gate: headwise, "
+    "layers: 1}"
+)
 TRANSFORMER = "{kind: softmax, num_heads: 4, num_kv_heads: 2}"
 # Layer 1 has DIFF V2's attention. Layer 2 has the Transformer's. Layers 3 and 4 have DIFF V1's.
 LIST = f"model.attention=[{V1}, {V2}, {TRANSFORMER}]"

@@ -136,6 +136,20 @@ def test_the_transformer_of_a_pair_has_its_qk_norm(kind, load):
         assert only(load(kind, *given, "/model.baseline=true")).qk_norm == (value == "true")
 
 
+@pytest.mark.parametrize("kind", ["softmax", "diff_v1", "diff_v2", "grouped"])
+def test_the_transformer_of_a_pair_has_its_gate(kind, load):
+    more = ["signal_per_noise=2"] if kind == "grouped" else []
+    for value in ("elementwise", "headwise"):
+        given = [f"output_gate={value}", *more]
+        assert only(load(kind, *given, "/model.baseline=true")).output_gate == value
+
+
+def test_dex_refuses_a_gate(load):
+    given = ["selected_heads=[[0], [1]]", "annealing_steps=null", "/model.num_layers=2"]
+    with pytest.raises(UserError, match=r"output_gate is 'headwise' with kind 'dex'.*give null"):
+        load("dex", *given, "output_gate=headwise")
+
+
 def test_the_transformer_of_a_pair_has_no_headwise_norm(load):
     assert only(load("diff_v1")).headwise_norm
     assert not only(load("diff_v1", "/model.baseline=true")).headwise_norm

@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffmegatron.hf.modeling import (
     DiffV2Config,
     DiffV2ForCausalLM,
+    GatedLlamaConfig,
+    GatedLlamaForCausalLM,
     GroupedDiffConfig,
     GroupedDiffForCausalLM,
 )
@@ -32,7 +34,7 @@ class Case(NamedTuple):
 
     Attributes:
         kind: model type.
-        ratio: number of signal heads per noise head.
+        ratio: number of signal heads per noise head; 0 without noise heads.
         queries: number of query heads of q_proj, of signal and noise together.
         keys: number of key heads of k_proj.
         more: other keys of the configuration, with their values.
@@ -53,24 +55,33 @@ V2 = [
     Case("diff_v2", 1, 8, 4),
     Case("diff_v2", 1, 8, 2, (("qk_norm", True),)),
     Case("diff_v2", 2, 12, 2, (("tie_word_embeddings", True),)),
-    Case("diff_v2", 4, 10, 2),
+    Case("diff_v2", 4, 10, 2, (("output_gate", "elementwise"),)),
+    Case("diff_v2", 1, 8, 4, (("output_gate", "headwise"),)),
 ]
 GROUPED = [
     Case("grouped_diff", 1, 8, 4, (("tie_word_embeddings", True),)),
     Case("grouped_diff", 1, 8, 8, (("headwise_norm", False), ("lambda_init", 0.4))),
     Case("grouped_diff", 2, 12, 4, (("qk_norm", True),)),
-    Case("grouped_diff", 4, 10, 4, (("lambda_init", 0.7),)),
+    Case("grouped_diff", 4, 10, 4, (("lambda_init", 0.7), ("output_gate", "headwise"))),
+    Case("grouped_diff", 1, 8, 4, (("output_gate", "elementwise"),)),
 ]
-CASES = V2 + GROUPED
+GATED = [
+    Case("gated_llama", 0, 6, 2, (("qk_norm", True),)),
+    Case("gated_llama", 0, 4, 4, (("output_gate", "headwise"),)),
+]
+CASES = V2 + GROUPED + GATED
 TYPICAL = [V2[2], GROUPED[2]]
 
 
 def make_model(case: Case, seed: int = 0) -> PreTrainedModel:
     """Return a model whose attention, norms and lambda are far from their initial values."""
     numbers = {**SIZES, "signal_per_noise": case.ratio, **dict(case.more)}
+    heads = {"num_attention_heads": case.queries, "num_key_value_heads": case.keys}
     if case.kind == "diff_v2":
-        numbers |= {"num_attention_heads": case.queries, "num_key_value_heads": case.keys}
-        model: PreTrainedModel = DiffV2ForCausalLM(DiffV2Config(**numbers))
+        model: PreTrainedModel = DiffV2ForCausalLM(DiffV2Config(**numbers | heads))
+    elif case.kind == "gated_llama":
+        numbers.pop("signal_per_noise")
+        model = GatedLlamaForCausalLM(GatedLlamaConfig(**numbers | heads))
     else:
         signals = case.queries // (case.ratio + 1) * case.ratio
         numbers |= {"num_signal_heads": signals, "num_attention_heads": 4 * signals}
@@ -135,6 +146,15 @@ def normed_rows(
     return [rms_norm(x, w[f"{part}_norm.weight"]) for x in each]
 
 
+def gated(w: dict[str, Tensor], heads: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Return the heads of one position times the sigmoid of the gate; ``x`` is the input."""
+    if "output_gate.weight" not in w:
+        return heads
+    factors = 1 / (1 + torch.exp(-(w["output_gate.weight"] @ x)))
+    of_heads = factors.split(len(factors) // len(heads))
+    return [head * factor for head, factor in zip(heads, of_heads, strict=True)]
+
+
 def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
     d, r = SIZES["head_dim"], case.ratio
     heads = []
@@ -156,8 +176,18 @@ def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
             signal = heads[group * (r + 1) + within][s]
             noise = heads[group * (r + 1) + r][s]
             merged.append(signal - weight * noise)
-        out.append(w["o_proj.weight"] @ torch.cat(merged))
+        out.append(w["o_proj.weight"] @ torch.cat(gated(w, merged, x)))
     return out
+
+
+def gated_llama(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
+    heads = []
+    for n in range(case.queries):
+        j = n // (case.queries // case.keys)
+        queries, keys = normed_rows(w, "q", case, n, inputs), normed_rows(w, "k", case, j, inputs)
+        heads.append(attention(queries, keys, rows(w["v_proj.weight"], j, 6, inputs)))
+    merged = zip(zip(*heads, strict=True), inputs, strict=True)
+    return [w["o_proj.weight"] @ torch.cat(gated(w, [*each], x)) for each, x in merged]
 
 
 def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) -> list[Tensor]:
@@ -187,7 +217,8 @@ def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
             if more.get("headwise_norm", True):
                 head = (1 - start) * rms_norm(head, w["subln.weight"])
             merged[s].append(head)
-    return [w["o_proj.weight"] @ torch.cat(heads) for heads in merged]
+    pairs = zip(merged, inputs, strict=True)
+    return [w["o_proj.weight"] @ torch.cat(gated(w, heads, x)) for heads, x in pairs]
 
 
 def expected_logits(model: PreTrainedModel, case: Case, tokens: Tensor) -> Tensor:
@@ -195,7 +226,7 @@ def expected_logits(model: PreTrainedModel, case: Case, tokens: Tensor) -> Tenso
     weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
     embedding = weights["model.embed_tokens.weight"]
     head = embedding if dict(case.more).get("tie_word_embeddings") else weights["lm_head.weight"]
-    attend = diff_v2 if case.kind == "diff_v2" else grouped
+    attend = {"diff_v2": diff_v2, "grouped_diff": grouped, "gated_llama": gated_llama}[case.kind]
     batches = []
     for row in tokens:
         stream = [embedding[token] for token in row]

@@ -54,6 +54,59 @@ SECTIONS = {
         "num_kv_heads": 2,
         "signal_per_noise": 3,
     },
+    "softmax, gated": {
+        "kind": "softmax",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "output_gate": "elementwise",
+    },
+    "softmax, headwise gate": {
+        "kind": "softmax",
+        "num_heads": 4,
+        "headwise_norm": True,
+        "output_gate": "headwise",
+    },
+    "diff_v1, gated": {
+        "kind": "diff_v1",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "output_gate": "elementwise",
+    },
+    "diff_v1, headwise gate": {
+        "kind": "diff_v1",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "output_gate": "headwise",
+    },
+    "diff_v2, gated": {
+        "kind": "diff_v2",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "signal_per_noise": 3,
+        "output_gate": "elementwise",
+    },
+    "diff_v2, headwise gate": {
+        "kind": "diff_v2",
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "output_gate": "headwise",
+    },
+    "grouped, gated": {
+        "kind": "grouped",
+        "num_heads": 12,
+        "num_kv_heads": 2,
+        "signal_per_noise": 3,
+        "qk_norm": True,
+        "output_gate": "elementwise",
+    },
+    "grouped, headwise gate": {
+        "kind": "grouped",
+        "num_heads": 4,
+        "signal_per_noise": 2,
+        "headwise_norm": False,
+        "output_gate": "headwise",
+    },
     # In layer 2, head 1 uses the first key-value head, and heads 3 and 5 use the second.
     "dex": {
         "kind": "dex",
@@ -158,6 +211,9 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
       queries, followed by its noise query.
     - In V1 and "grouped": the signal queries, their key, the first half of the value, the noise
       queries, their key, and the second half of the value.
+
+    With an elementwise gate, every run of queries is followed by an equal number of the gate's
+    logits, which are in the order of the output channels.
     """
     kind, h = section["kind"], section["num_heads"]
     r = section.get("signal_per_noise", 1)
@@ -170,8 +226,12 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
             each = [normed(head, weights[norm], 1.0) for head in each]
         return [rotated(head) for head in each]
 
+    logits, is_elementwise = [], section.get("output_gate") == "elementwise"
+
     def queries(count):
-        return rotated_heads(count, "q_norm")
+        found = rotated_heads(count, "q_norm")
+        logits.extend(next(mixed) for _ in range(is_elementwise * h // kv_heads))
+        return found
 
     def key():
         return rotated_heads(1, "k_norm")[0]
@@ -213,7 +273,13 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
                 head = normed(head, weights["head_norm"], 1 - LAMBDA_INIT)
             heads.append(head)
     assert next(mixed, None) is None
-    return torch.cat(heads, -1) @ weights["linear_proj.weight"].T
+    if section.get("output_gate") == "headwise":
+        rows = zip(heads, weights["output_gate"], strict=True)
+        heads = [head * torch.sigmoid(hidden @ row)[:, None] for head, row in rows]
+    output = torch.cat(heads, -1)
+    if is_elementwise:
+        output = output * torch.sigmoid(torch.cat(logits, -1))
+    return output @ weights["linear_proj.weight"].T
 
 
 def inputs(dtype: torch.dtype = torch.float64):
