@@ -8,13 +8,22 @@ import argparse
 from collections.abc import Callable
 
 from tools.paths import ROOT
-from tools.reference import backends, command_line, exit_statuses, packages, refused_layouts, suites
+from tools.reference import (
+    backends,
+    command_line,
+    exit_statuses,
+    features_by_layout,
+    packages,
+    refused_layouts,
+    suites,
+)
 
 FOLDER = ROOT / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "backends": backends.page,
     "command_line": command_line.page,
     "exit_statuses": exit_statuses.page,
+    "features_by_layout": features_by_layout.page,
     "packages": packages.page,
     "refused_layouts": refused_layouts.page,
     "suites": suites.page,

@@ -70,9 +70,14 @@ def sentence(refused: Refused) -> str:
         if refused.ranks is not None:
             recipe.num_microbatches(refused.ranks)
     except UserError as error:
-        # Keys of the recipe itself would name its path.
-        return re.sub(r"^(\S+ and )?the command line: ", "", str(error))
+        return without_place(str(error))
     raise AssertionError(f"{refused.overrides} is accepted")
+
+
+def without_place(sentence: str) -> str:
+    """Return an error without the places of its keys: files, and the command line."""
+    place = r"(the command line|\S+\.yaml)"
+    return re.sub(rf"^{place}( and {place})*: ", "", sentence)
 
 
 def _on(ranks: int | None) -> str:
