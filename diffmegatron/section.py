@@ -30,6 +30,9 @@ class Section(BaseModel):
         assert field.field_name is not None
         types = _types(cls, field.field_name)
         numbers = types & {int, float}
+        # The sections inside a field check their own fields.
+        if (bool in types) == bool(numbers):
+            return value
         for each in _scalars(value):
             if type(each) is bool and bool not in types and numbers:
                 raise PydanticCustomError("number", "give a number, not a boolean")

@@ -1,8 +1,8 @@
 """Several ranks on this machine, forked from the server of :mod:`tests.forks`.
 
-Each call starts new ranks, because gloo's threads outlive their process group, and each of these
-threads wakes a hundred times a second. tests/end_to_end, tests/recovery/test_launch.py and
-tests/recovery/test_campaign.py start their ranks with the commands that users run.
+The ranks of a launch make all its calls, one after the other. tests/end_to_end,
+tests/recovery/test_launch.py and tests/recovery/test_campaign.py start their ranks with the
+commands that users run.
 
 The socket that reserves a port for the ranks stays open until their store serves on this socket. If
 the socket were closed earlier, any other program could take the port.
@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 from torch import multiprocessing
 from torch.distributed import TCPStore
@@ -33,7 +34,7 @@ def launch(
     timeout: float = 1700,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Call ``main`` of a module on several ranks; start new ranks for each of ``calls``.
+    """Call ``main`` of a module on several ranks; the same ranks make all ``calls``.
 
     Args:
         ranks: number of ranks.
@@ -71,23 +72,23 @@ def launch(
 
 
 def main() -> None:
-    """Fork the ranks of each call and wait until they end; :func:`launch` runs this function."""
-    ranks, module, calls = sys.argv[1:]
+    """Fork the ranks and wait until they have made all calls; :func:`launch` runs this function."""
+    ranks, module, arguments = sys.argv[1:]
+    calls = json.loads(arguments)
     run = importlib.import_module(module).main
     raise_on_deprecations()
     share_device()
-    for call in json.loads(calls):
-        sys.argv[1:] = call
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            os.environ |= meeting_at(listener) | {"WORLD_SIZE": ranks}
-            started = multiprocessing.start_processes(
-                _run, (run,), nprocs=int(ranks), join=False, start_method="fork"
-            )
-            # Fork the ranks before the store starts a thread, because a fork does not copy threads.
-            store = serve_store(listener)
+    with ExitStack() as exits:
+        listeners = [exits.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in calls]
+        meetings = [meeting_at(listener) | {"WORLD_SIZE": ranks} for listener in listeners]
+        started = multiprocessing.start_processes(
+            _run, (run, calls, meetings), nprocs=int(ranks), join=False, start_method="fork"
+        )
+        # Fork the ranks before a store starts a thread, because a fork does not copy threads.
+        stores = [serve_store(listener) for listener in listeners]
         while not started.join():
             pass
-        del store
+        del stores
 
 
 def meeting_at(listener: socket.socket) -> dict[str, str]:
@@ -115,9 +116,20 @@ def serve_store(listener: socket.socket) -> TCPStore:
     )
 
 
-def _run(rank: int, run) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    run()
+def _run(
+    rank: int,
+    run: Callable[[], None],
+    calls: list[list[str]],
+    meetings: list[dict[str, str]],
+) -> None:
+    for arguments, meeting in zip(calls, meetings, strict=True):
+        os.environ |= meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        sys.argv[1:] = arguments
+        try:
+            run()
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def process_groups(parallel: ParallelConfig, seed: int) -> Iterator[ParallelStat
             megatron_state.destroy_model_parallel()
 
 
-# Upper bound of the number of objects that Python itself freezes (gc.freeze).
-_FROZEN_AT_START = 10_000
+# The imported libraries have more objects, and a collection of those takes a quarter of a second.
+_FEW_OBJECTS = 200_000
 
 
 @contextmanager
@@ -200,9 +200,9 @@ def _ending_new_groups() -> Iterator[None]:
     # Torch has no public function that lists a rank's process groups.
     groups = distributed.distributed_c10d._world.pg_map
     existing = set(groups)
-    # If there was an earlier context, collect its garbage before the freeze, because the collector
-    # ignores frozen objects.
-    if gc.get_freeze_count() > _FROZEN_AT_START:
+    # If an earlier context has frozen the imports, collect its garbage before the next freeze,
+    # because the collector ignores frozen objects.
+    if len(gc.get_objects()) < _FEW_OBJECTS:
         gc.collect()
     # DeepSpeed collects garbage often. Frozen objects make each collection faster.
     gc.freeze()

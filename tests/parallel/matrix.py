@@ -29,7 +29,7 @@ from tests.parallel.worker import train_hashing
 from tests.paths import RESULTS
 from tests.ranks import launch
 
-STEPS = 10
+STEPS = 6
 PAGE = RESULTS / "layout_matrix.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
@@ -68,11 +68,11 @@ DEX_2 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [1, 2, 3]]",
     "model.attention.annealing_steps=null",
 )  # fmt: skip
-# lambda is annealed in the first six of the ten steps and is only learned after them. The third
+# lambda is annealed in the first four of the six steps and is only learned after them. The third
 # layer has no selected head.
 DEX_4 = (
     *DEX, "model.attention.selected_heads=[[0, 1], [7], [], [0, 1, 2, 5]]",
-    "model.attention.annealing_steps=6",
+    "model.attention.annealing_steps=4",
 )  # fmt: skip
 # The layers have three kinds of attention. A pipeline stage has only some of the kinds.
 PATTERN = (
@@ -348,7 +348,8 @@ def measure(out: Path) -> list[dict[str, object]]:
 def table(rows: list[dict[str, object]]) -> str:
     """Return the rows as the Markdown table of docs/results/layout_matrix.md."""
     lines = [
-        "| layout | model | ranks | same start | loss, 10 steps | gradient | one parameter's |",
+        f"| layout | model | ranks | same start | loss, {STEPS} steps | gradient "
+        "| one parameter's |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
