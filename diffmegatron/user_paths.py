@@ -20,6 +20,12 @@ _LACKS = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     errno.ENOMEM: "use a machine with more memory",
 }
+# Texts of the RuntimeErrors that Python and torch raise if they cannot allocate memory or start a
+# thread.
+_TOO_LITTLE = (
+    *("can't allocate memory", "Cannot allocate memory", os.strerror(errno.EAGAIN)),
+    *("can't start new thread", "unable to start watchdog thread"),
+)
 # Before Python 3.13, pathlib raises a RuntimeError with this text for a loop of symbolic links.
 _LOOP = "Symlink loop from "
 
@@ -42,6 +48,11 @@ def explain_path_errors(words: Sequence[str]) -> Iterator[None]:
         check_utf8(*map(Path, words))
         raise error
     except RuntimeError as error:
+        if any(text in str(error) for text in _TOO_LITTLE):
+            raise MachineError(
+                f"not enough memory or threads; {_LACKS[errno.ENOMEM]}, or raise the limit of "
+                "processes (ulimit -u)"
+            ) from error
         if not str(error).startswith(_LOOP):
             raise
         raise UserError(

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.hf.import_model import import_model
 from diffmegatron.optim.zero import import_deepspeed
 from diffmegatron.training.monitoring.metrics import MetricsWriter
+from tests import forks
 from tests.checkpoints import write_checkpoint
 from tests.conftest import TINY
 from tests.permissions import without_roots_power
@@ -52,6 +54,8 @@ OVERRIDDEN = [("train",), ("launch",), ("data", "inspect"), ("attempt", "begin")
 MORE = {
     ("evaluate", "haystack"): ["--suite", "needle"],
     ("evaluate", "data_dir"): ["--suite", "math"],
+    ("prepare", "inputs"): ["--tokenizer", "bytes"],
+    ("prepare", "output"): ["--tokenizer", "bytes"],
     ("dex", "select"): ["--sequences", "1"],
     ("launch",): ["--torchrun", "--rendezvous", "n0:29500"],
 }
@@ -151,16 +155,23 @@ def few_descriptors(place: Path, good: Path | None) -> str:
     return str(copy(good, place / "good"))
 
 
+def little_memory(place: Path, good: Path | None) -> str:
+    """Return a good path; the command can allocate only ``MIB`` MiB more."""
+    return str(copy(good, place / "good"))
+
+
 # Limits on a resource of the process while a command runs.
 LIMITS: dict[Callable[[Path, Path | None], str], tuple[int, int]] = {
     full_disk: (resource.RLIMIT_FSIZE, 0),
     nearly_full_disk: (resource.RLIMIT_FSIZE, 2048),
     few_descriptors: (resource.RLIMIT_NOFILE, 2),
 }
+# Limit of :func:`little_memory`. A small run needs some hundred MiB.
+MIB = 24
 KINDS: tuple[Callable[[Path, Path | None], str], ...] = (
     *(missing, in_no_folder, folder, file, below_a_file, fifo, in_a_folder_of_fifos),
     *(link_to_itself, long_name, not_utf8, unreadable, unwritable, nul, empty, of_the_system),
-    *LIMITS,
+    *(*LIMITS, little_memory),
 )
 # Names of files that commands read or write in a folder whose path they get.
 OWN_NAMES = (
@@ -332,14 +343,23 @@ def try_kind(
     example = Example(made, corpus, folder)
     path = kind(folder, tried.good(example, made, corpus))
     before = snapshot(folder) | snapshot(made)
-    with limited(*LIMITS.get(kind, ())):
-        status, out, err = run(tried.words(example, path))
+    words = tried.words(example, path)
+    if kind is little_memory:
+        status, out, err = run_with_little_memory(words)
+    else:
+        with limited(*LIMITS.get(kind, ())):
+            status, out, err = run(words)
+    if isinstance(status, int) and status < 0:
+        # Libraries in C++ and Rust abort the process if they cannot allocate memory or start a
+        # thread. No result may be half-written, so the next start must work.
+        again = run(words)
+        return None if again[0] == 0 else f"after signal {-status}: {again}"
     problem = _wrong(status, out, err)
     if problem is not None or status in (0, 75):
         return problem
     after = snapshot(folder) | snapshot(made)
     changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
-    if kind in LIMITS:
+    if kind in (*LIMITS, little_memory):
         # The path is good, so the command begins its work, and may leave empty folders.
         files = [name for name in changed if not Path(name).is_dir()]
         changed = [name for name in files if not _RESUMED.search(name)]
@@ -420,6 +440,15 @@ class _Stream(io.TextIOWrapper):
         content = self.buffer
         assert isinstance(content, io.BytesIO)
         return content.getvalue().decode(errors="surrogateescape")
+
+
+def run_with_little_memory(words: list[str]) -> tuple[int, str, str]:
+    """Run a command in a fork, which native code may abort; return what :func:`run` returns."""
+    command = [forks.python(), "-m", "tests.robustness.little_memory", str(MIB), *words]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, errors="surrogateescape", timeout=SECONDS
+    )
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 def run(words: list[str]) -> tuple[object, str, str]:
