@@ -52,6 +52,25 @@ def test_a_full_disk_ends_a_command_with_status_69(monkeypatch, tmp_path):
     assert status == 69 and err == f"error: cannot use {tmp_path}/full: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"),
+    ],
+    ids=repr,
+)
+def test_too_little_memory_ends_a_command_with_status_69(error, monkeypatch):
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("diffmegatron.doctor.print_examination", fails)
+    status, _, err = run(["doctor"])
+    assert status == 69 and "use a machine with more memory" in err and err.count("\n") == 1
+
+
 def test_the_committed_counts_cover_every_place_and_kind():
     """Check that docs/results/bad_paths.json has every place and kind, without a problem.
 
