@@ -366,9 +366,11 @@ def try_kind(
     return f"{changed} changed and status is {status}: {err}" if changed else None
 
 
-# Complete files from which the same command continues: metrics and recipe of a run, items of an
-# evaluation, and the cached order of a corpus.
-_RESUMED = re.compile(r"\.jsonl$|/tensorboard/|/recipe\.yaml$|\.int64$|/contents\.json$")
+# Complete files from which the same command continues: metrics, recipe and (empty) stacks of a run,
+# items of an evaluation, the cached order of a corpus, and the committed work of prepare.
+_RESUMED = re.compile(
+    r"\.jsonl$|/tensorboard/|/recipe\.yaml$|/stacks/|\.int64$|/contents\.json$|\.partial/"
+)
 
 
 @contextmanager
@@ -394,7 +396,8 @@ def _wrong(status: object, out: str, err: str) -> str | None:
     if not isinstance(status, int) or "Traceback" in out + err:
         return f"{status}: {err[-600:]}"
     said = [line for line in err.splitlines() if not line.startswith("WARNING ")]
-    said = [line for line in said if " ETA " not in line and not line.startswith("scoring heads")]
+    progress = ("scoring heads", "prepare ")
+    said = [line for line in said if " ETA " not in line and not line.startswith(progress)]
     is_sentence = False
     if status in (2, 69) and said:
         # The command-line parser prints the usage first, and its sentence in the last line.
