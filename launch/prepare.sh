@@ -24,6 +24,13 @@ if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
     --dependency="afterok:${array%%;*}" --wrap="$merge"
   exit
 fi
+# Slurm before 23.02 does not set the two times.
+start="${SLURM_JOB_START_TIME:-0}"
+seconds=$((${SLURM_JOB_END_TIME:-$((start + 120))} - start))
+if [ "$seconds" -lt 120 ]; then
+  echo "error: a time limit of $seconds s leaves no time before the requeue at 60 s; give --time=2 or more" >&2
+  exit 2
+fi
 # Near the time limit, requeue this part. It then resumes from its last commit.
 trap 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; exit 1' USR1
 diffmegatron prepare --output "$prefix" --part "$SLURM_ARRAY_TASK_ID/$parts" \

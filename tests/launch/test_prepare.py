@@ -1,6 +1,7 @@
 """Tests of ``launch/prepare.sh`` on a real Slurm: an array with a requeued part, and the merge."""
 
 import json
+import os
 import subprocess
 
 from diffmegatron.data.index.corpus_manifest import read_corpus_manifest
@@ -45,6 +46,20 @@ def test_a_slurm_array_with_a_requeued_part_is_merged_completely(cluster, tmp_pa
     assert (tmp_path / "limit").exists()
     whole = prepare([source], tmp_path / "whole", "bytes", show_progress=False)
     assert read_corpus_manifest(tmp_path / "out").content == whole.content
+
+
+def test_a_time_limit_at_which_a_part_would_be_requeued_forever_is_refused(tmp_path):
+    times = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1060"}
+    result = subprocess.run(
+        [SCRIPT, "2", tmp_path / "out", tmp_path / "in.jsonl"],
+        env=os.environ | times | {"SLURM_ARRAY_TASK_ID": "1", "SLURM_CPUS_PER_TASK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: a time limit of 60 s leaves no time before the requeue")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_call_without_parts_is_refused(tmp_path):
