@@ -7,6 +7,7 @@ from diffmegatron.config.schema import Recipe
 from tests.simulated_cuda.recorder import Recorder
 from tests.simulated_cuda.recording import Case
 from tools.benchmarks import layer
+from tools.benchmarks.command_line import parse
 from tools.benchmarks.gpu_report import REHEARSAL, STEPS, fill_in
 
 
@@ -14,5 +15,5 @@ def run_layer(recipe: Recipe, _: Case, __: Recorder) -> dict[str, Any]:
     """Run the step "layer" of the report whose folder has the run_dir ``work/NAME``."""
     (step,) = (step for step in STEPS if step.name == "layer")
     ((_, _, _, *arguments),) = fill_in(step, Path(recipe.run_dir).parents[1], REHEARSAL)
-    layer.main(arguments)
+    layer.main(parse("layer", arguments))
     return {}

@@ -189,6 +189,22 @@ def _evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="evaluation_batches")
 
 
+def _gpu_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "runs/gpu_report",
+        help="folder of the report; an earlier report there is replaced",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        default=540,
+        help="deadline of all steps (default %(default)s); each step has its share of them",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="use tiny sizes, on any machine")
+
+
 def _layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
@@ -294,6 +310,7 @@ _ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "cpu_step": _cpu_step,
     "data": _data,
     "evaluation": _evaluation,
+    "gpu_report": _gpu_report,
     "layer": _layer,
     "layer_operations": _layer_operations,
     "lm_eval_engine": _lm_eval_engine,

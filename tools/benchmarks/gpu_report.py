@@ -30,7 +30,6 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.operations.installed_code import git_commit, library_versions
-from tools.benchmarks.command_line import make_parser
 from tools.benchmarks.gpu_report_page import DONE, Result, summarize, write_page
 from tools.benchmarks.json_report import write_json_report
 from tools.paths import ROOT
@@ -137,28 +136,8 @@ REHEARSAL = {
 }
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = make_parser(__name__, __doc__)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "runs/gpu_report",
-        help="folder of the report; an earlier report there is replaced",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=int,
-        default=SECONDS,
-        help=f"deadline of all steps (default {SECONDS}); each step has its share of them",
-    )
-    parser.add_argument("--rehearse", action="store_true", help="use tiny sizes, on any machine")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Run all steps, and write the report after each."""
-    arguments = parse_arguments(argv)
     folder = arguments.out.absolute()
     clear(folder)
     started, share = time.monotonic(), arguments.seconds / SECONDS
