@@ -50,6 +50,8 @@ MUTATIONS = [
          "tests/unit/optim/test_guard.py"),
         ("optim/adamw.py", 'if is_lambda else declared.role == "matrix"',
          'if is_lambda else declared.role != "matrix"', "tests/unit/optim/test_adamw.py"),
+        ("attention/kinds/diff_v2.py", '("q1",) * self.ratio + ("q2",)',
+         '("q2",) + ("q1",) * self.ratio', "tests/unit/optim/test_muon.py"),
         ("data/sampling/permutation.py", "value += np.uint64(1)", "value += np.uint64(2)",
          "tests/unit/data/sampling/test_order.py"),
         ("data/sampling/document_order.py", "min(max(1, round(", "min(max(0, round(",

@@ -1,7 +1,7 @@
 """The format of a checkpoint, which is a directory with several files.
 
-- ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments,
-  and the rank's random states (`sharded.py`, `tensor_file.py`);
+- ``rank_XXXXX.safetensors``: one rank's shard of the float32 master weights and of Adam's moments
+  (or Muon's momentum), and the rank's random states (`sharded.py`, `tensor_file.py`);
 - ``state.json``: the progress of the run (`state_file.py`), and the versions of libraries;
 - ``recipe.yaml``: the resolved recipe;
 - ``manifest.json``: sizes and checksums of the other files (`checkpoint_manifest.py`).
@@ -196,6 +196,7 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
 
     These settings must be equal: the section ``model``, ``data.tokenizer``,
     ``optimizer.trainable``, and ``seq_length``, ``global_batch_size`` and ``seed`` of ``training``.
+    A run of Muon cannot continue with AdamW, because there are no second moments of the matrices.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)
@@ -212,3 +213,9 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
                 f"{directory} was trained with {key} {before!r} and the recipe has {now!r}; "
                 "restore the former, or give another run_dir to start a new run"
             )
+    if (saved_recipe.optimizer.kind, recipe.optimizer.kind) == ("muon", "adamw"):
+        raise UserError(
+            f"{directory} was trained with optimizer.kind 'muon' and has no second moments of its "
+            "matrices, which 'adamw' needs; restore 'muon', or start a new run from it with "
+            "checkpoint.start_from"
+        )

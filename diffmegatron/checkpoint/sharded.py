@@ -30,7 +30,8 @@ WEIGHT = "weight"
 TENSOR_KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 """Kinds of stored tensors: a parameter's float32 master weight and Adam's two moments.
 
-Frozen parameters, and all parameters in a weights-only checkpoint, have only the weight.
+Frozen parameters, and all parameters in a weights-only checkpoint, have only the weight. Matrices
+that Muon trains have its momentum as "exp_avg", and no "exp_avg_sq".
 """
 RANDOM_PREFIX = "random."
 """Prefix of the names of a rank's random states, which are uint8 [n]."""
@@ -168,7 +169,7 @@ class ShardedReader:
         return self._first(name).place.global_shape
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the :data:`TENSOR_KINDS` stored for a tensor: all, or only the weight."""
+        """Return the :data:`TENSOR_KINDS` stored for a tensor, of which the first is the weight."""
         return self._first(name).kinds
 
     def read_tensor(self, kind: str, name: str) -> Tensor:
@@ -199,8 +200,8 @@ class ShardedReader:
                 to, source = overlap
                 if any(kind not in piece.kinds for piece in pieces):
                     raise UserError(
-                        f"{format_path(self._directory)} has no {kind} of {name}, which was not "
-                        "trained; start a new run from it with checkpoint.start_from"
+                        f"{format_path(self._directory)} has no {kind} of {name}, which AdamW did "
+                        "not train; start a new run from it with checkpoint.start_from"
                     )
                 wanted[to] = _join(kind, box[1], pieces)[source]
         return wanted
@@ -229,10 +230,11 @@ def _pieces_in(file: TensorFile) -> list[_Stored]:
     places: list[Place] = parse_json(file.metadata.get(_PIECES, ""), list[Place], path)
     pieces = []
     for index, place in enumerate(places):
-        is_trained = any(
-            f"{kind}.{index}" in file.tensors for kind in TENSOR_KINDS if kind != WEIGHT
+        last = max(
+            (n for n, kind in enumerate(TENSOR_KINDS) if f"{kind}.{index}" in file.tensors),
+            default=0,
         )
-        pieces.append(_Stored(place, file, index, TENSOR_KINDS if is_trained else (WEIGHT,)))
+        pieces.append(_Stored(place, file, index, TENSOR_KINDS[: last + 1]))
     wanted = {
         f"{kind}.{piece.index}": ("F32", (piece.place.numel,))
         for piece in pieces

@@ -1,4 +1,4 @@
-"""The ``optimizer`` section of a recipe: trained tensors, AdamW and learning rates."""
+"""The ``optimizer`` section of a recipe: trained tensors, AdamW, Muon and learning rates."""
 
 from typing import Annotated, Literal, Self
 
@@ -73,8 +73,37 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
     return steps or 0 if ratio is None else round(ratio * total_steps)
 
 
+class MuonConfig(Section):
+    """Muon (Jordan et al., 2024) for the matrices of the layers, with ``kind: muon``.
+
+    An update is the momentum of a matrix with all singular values replaced by about 1. ``rms``
+    multiplies it by 0.2 sqrt(max(rows, columns)), so that its root mean square is that of AdamW's
+    updates, and AdamW's ``lr`` and ``weight_decay`` fit (Moonlight, arXiv 2502.16982).
+    ``spectral`` multiplies it by sqrt(max(1, rows / columns)).
+    """
+
+    lr: float | None = Field(
+        default=None, gt=0, description="largest learning rate of Muon; null: optimizer.lr"
+    )
+    momentum: float = Field(
+        default=0.95, ge=0, lt=1, description="decay rate of the averaged gradients"
+    )
+    nesterov: bool = Field(default=True, description="average the gradient once more")
+    steps: Annotated[int, Field(ge=1, le=99)] = Field(
+        default=5, description="Newton-Schulz iterations"
+    )
+    scale: Literal["rms", "spectral"] = Field(
+        default="rms", description="factor of the update: rms like AdamW's, or by the shape"
+    )
+    per_head: bool = Field(
+        default=False, description="each query, key and value head is a matrix of its own"
+    )
+
+
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019) under DeepSpeed ZeRO, and the tensors that it trains.
+
+    With ``kind: muon``, Muon trains the matrices of the layers, and AdamW all other tensors.
 
     ``trainable`` has patterns of tensor names. Other tensors are frozen, except LoRA's
     matrices. The suffix ``:q``, ``:k``, ``:v`` or ``:[kv]`` selects rows of ``linear_qkv``, such as
@@ -82,6 +111,9 @@ class OptimizerConfig(Section):
     ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
     """
 
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: Muon for the matrices of layers, AdamW for the rest"
+    )
     lr: float = Field(gt=0, description="largest learning rate")
     lr_multipliers: dict[NamePattern, Annotated[float, Field(gt=0)]] = Field(
         default={}, max_length=_MAX_PATTERNS, description="factors of lr by pattern"
@@ -101,7 +133,22 @@ class OptimizerConfig(Section):
     clip_grad_norm: float = Field(
         default=1.0, gt=0, description="largest norm of all gradients; longer ones are scaled"
     )
+    muon: MuonConfig = MuonConfig()
     schedule: Schedule = Schedule()
+
+    @model_validator(mode="after")
+    def _muon_is_used(self) -> Self:
+        if self.kind == "adamw" and self.muon != MuonConfig():
+            raise ValueError(
+                "optimizer.muon has settings and optimizer.kind is 'adamw', which does not read "
+                "them; give kind 'muon', or leave optimizer.muon out"
+            )
+        return self
+
+    @property
+    def muon_lr_factor(self) -> float:
+        """Muon's learning rate divided by ``lr``."""
+        return 1.0 if self.muon.lr is None else self.muon.lr / self.lr
 
     @model_validator(mode="after")
     def _betas_are_decays(self) -> Self:

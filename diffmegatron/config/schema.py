@@ -7,7 +7,11 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from diffmegatron.config.divisibility import check_parallel_layout, data_parallel_size
 from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.recipe_sections import RecipeSections
-from diffmegatron.config.trainable_patterns import check_trainable, without_replaced_patterns
+from diffmegatron.config.trainable_patterns import (
+    check_muon,
+    check_trainable,
+    without_replaced_patterns,
+)
 
 
 class Recipe(RecipeSections):
@@ -24,6 +28,7 @@ class Recipe(RecipeSections):
         self._check_steps()
         check_parallel_layout(self)
         check_trainable(self)
+        check_muon(self)
         return self
 
     def _check_steps(self) -> None:

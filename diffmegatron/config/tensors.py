@@ -32,6 +32,8 @@ class NamedTensor:
         float32: whether the tensor stays float32 in a bf16 run.
         parts: names of the parts fused along the rows of ``linear_qkv``; empty for any other
             tensor.
+        is_matrix: whether the tensor is a weight matrix of a layer, but not of LoRA. Muon trains
+            these tensors.
     """
 
     name: str
@@ -39,6 +41,7 @@ class NamedTensor:
     sharded: bool = False
     float32: bool = False
     parts: tuple[str, ...] = ()
+    is_matrix: bool = False
 
     def elements(self, tensor_parallel: int) -> int:
         """Return the number of elements on one tensor-parallel rank."""
@@ -51,16 +54,26 @@ def layer_tensors(model: ModelConfig, kind: AttentionKind) -> list[NamedTensor]:
     attention = "self_attention."
     fused = {f"{attention}{name}": heads.parts for name in ("linear_qkv.weight", QKV_BIAS)}
     declared = [
-        NamedTensor(name, each.shape, each.sharded, each.float32, fused.get(name, ()))
+        NamedTensor(
+            name,
+            each.shape,
+            each.sharded,
+            each.float32,
+            parts=fused.get(name, ()),
+            is_matrix=each.role == "matrix" and len(each.shape) == 2,
+        )
         for each in kind.parameters(hidden)
         for name in (attention + each.name,)
     ]
-    qkv = f"{attention}linear_qkv.weight"
+    shapes = {
+        f"{attention}linear_qkv.weight": (heads.qkv_channels, hidden),
+        f"{attention}linear_proj.weight": (hidden, heads.output_channels),
+        "mlp.linear_fc1.weight": (2 * ffn, hidden),
+        "mlp.linear_fc2.weight": (hidden, ffn),
+    }
     projections = [
-        NamedTensor(qkv, (heads.qkv_channels, hidden), sharded=True, parts=fused[qkv]),
-        NamedTensor(f"{attention}linear_proj.weight", (hidden, heads.output_channels), True),
-        NamedTensor("mlp.linear_fc1.weight", (2 * ffn, hidden), sharded=True),
-        NamedTensor("mlp.linear_fc2.weight", (hidden, ffn), sharded=True),
+        NamedTensor(name, shape, sharded=True, parts=fused.get(name, ()), is_matrix=True)
+        for name, shape in shapes.items()
     ]
     norms = [NamedTensor(name, (hidden,)) for name in (INPUT_NORM, MLP_NORM)]
     return [*norms, *declared, *projections, *_lora(model, projections)]

@@ -127,6 +127,25 @@ def check_trainable(recipe: RecipeSections) -> None:
     _check_multipliers([each for stage in trained for each in stage], recipe)
 
 
+def check_muon(recipe: RecipeSections) -> None:
+    """Check that Muon has matrices to train."""
+    if recipe.optimizer.kind != "muon":
+        return
+    if recipe.model.lora is not None:
+        raise ValueError(
+            "optimizer.kind is 'muon' and model.lora trains two factors of each update; Muon "
+            "orthogonalizes updates of whole matrices, so give kind 'adamw'"
+        )
+    if not trains_everything(recipe) and not any(
+        tensor.is_matrix and trained_parts(tensor, recipe)
+        for tensor in network_tensors(recipe.model)
+    ):
+        raise ValueError(
+            "optimizer.kind is 'muon' and optimizer.trainable selects no matrix of a layer, so "
+            "AdamW would train everything; give kind 'adamw'"
+        )
+
+
 def _check_multipliers(trained: Iterable[NamedTensor], recipe: RecipeSections) -> None:
     unused = dict(recipe.optimizer.lr_multipliers)
     for tensor in trained:

@@ -38,7 +38,7 @@ _REDUCED = {"cpu": 1 << 22, "cuda": 1 << 28}
 _MATRIX = {"cpu": 512, "cuda": 8192}
 # Repetitions of the all-reduce and of the matrix product; the fastest one counts.
 _REDUCTIONS, _PRODUCTS = 5, 20
-# A checkpoint stores three float32 values per parameter: the weight and two moments of Adam.
+# A checkpoint stores at most three float32 values per parameter: the weight and Adam's two moments.
 _STATE_BYTES = 12
 # Largest accepted matrix product time / median, and clock difference from the median in seconds.
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0

@@ -1,1 +1,1 @@
-"""ZeRO engine, AdamW, reduction of gradients, learning-rate schedule, and guard of steps."""
+"""ZeRO engine, AdamW, Muon, reduction of gradients, learning-rate schedule, and guard of steps."""

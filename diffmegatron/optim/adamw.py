@@ -1,4 +1,4 @@
-"""AdamW that updates the weights only if a callback, the gate, returns True."""
+"""AdamW and Muon, which update the weights only if a callback, the gate, returns True."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,16 +7,25 @@ import torch
 from torch import Tensor
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.model.network import Network, declared_parameter
-from diffmegatron.model.parameter_shards import parameter_shards
+from diffmegatron.model.network import declared_parameter
+from diffmegatron.model.parameter_shards import ParameterShards
+from diffmegatron.optim.muon import FlatMuon, muon_parameters
 from diffmegatron.optim.partition import Partition
+
+# Names of Adam's moments in torch's optimizer state. Muon's momentum, which is an average of the
+# gradients too, has the name of the first.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter."""
+    """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter.
+
+    Muon updates the flat tensors of ``muon`` instead.
+    """
 
     gate: Callable[[], bool]
     decaying_rows: Mapping[Tensor, list[Tensor]]
+    muon: Mapping[Tensor, FlatMuon]
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights of ``self.param_groups`` if the gate allows it.
@@ -26,18 +35,42 @@ class GatedAdamW(torch.optim.AdamW):
         """
         if not self.gate():
             return None
-        for group in self.param_groups:
+        groups = self.param_groups
+        for group in groups:
             rows = [row for flat in group["params"] for row in self.decaying_rows.get(flat, ())]
             if rows and group["row_decay"]:
                 torch._foreach_mul_(rows, 1 - group["lr"] * group["row_decay"])
-        return super().step(closure)
+            for flat in group["params"]:
+                if flat in self.muon:
+                    self.create_state(flat)
+                    state = self.state[flat]
+                    state["step"] += 1
+                    self.muon[flat].update(
+                        flat, state["exp_avg"], group["lr"], group["weight_decay"]
+                    )
+        self.param_groups = [group for group in groups if not group["is_muon"]]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def create_state(self, flat: Tensor) -> None:
+        """Create the state of a flat tensor with zeros, unless it exists."""
+        state = self.state[flat]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+            for name in MOMENTS[:1] if flat in self.muon else MOMENTS:
+                state[name] = torch.zeros_like(flat.data)
 
 
-def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
-    """Return this rank's optimizer; the caller must set its ``gate`` and ``decaying_rows``."""
+def create_adamw(shards: ParameterShards, recipe: Recipe) -> GatedAdamW:
+    """Return this rank's optimizer.
+
+    The caller must set its ``gate``, ``decaying_rows`` and ``muon``.
+    """
     optimizer = recipe.optimizer
     return GatedAdamW(
-        _parameter_groups(network, recipe),
+        _parameter_groups(shards, recipe),
         lr=optimizer.lr,
         betas=optimizer.betas,
         eps=optimizer.eps,
@@ -45,22 +78,25 @@ def create_adamw(network: Network, recipe: Recipe) -> GatedAdamW:
     )
 
 
-def _parameter_groups(network: Network, recipe: Recipe) -> list[dict[str, Any]]:
-    """Group the trained parameters by dtype, weight decay, frozen rows and ``lr_factor``.
+def _parameter_groups(shards: ParameterShards, recipe: Recipe) -> list[dict[str, Any]]:
+    """Group the trained parameters by optimizer, dtype, weight decay, frozen rows and factor.
 
     ZeRO flattens a group into one tensor. ``row_decay`` is the weight decay of the trained rows of
-    a parameter that also has frozen rows.
+    a parameter that also has frozen rows. ``lr_factor`` multiplies the learning rate.
     """
+    muon = muon_parameters(shards, recipe)
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
-    for parameter, (shard, *_) in parameter_shards(network).items():
+    for parameter, (shard, *_) in shards.items():
         if not parameter.requires_grad:
             continue
         decay = recipe.optimizer.weight_decay if _decays(shard.name, parameter, recipe) else 0.0
-        by_rows = hasattr(parameter, "trained_ranges")
+        by_rows, is_muon = hasattr(parameter, "trained_ranges"), parameter in muon
+        own = recipe.optimizer.muon_lr_factor if is_muon else 1.0
         settings = {
             "weight_decay": 0.0 if by_rows else decay,
             "row_decay": decay if by_rows else 0.0,
-            "lr_factor": getattr(parameter, "lr_factor", 1.0),
+            "lr_factor": own * getattr(parameter, "lr_factor", 1.0),
+            "is_muon": is_muon,
         }
         key = (by_rows, parameter.dtype, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)

@@ -3,8 +3,9 @@
 A rank's master weights are in flat master tensors (float32 [n]), the keys of torch's Adam state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,6 +58,20 @@ class Partition:
             mapping.lp_fragment_address.start,
         )
 
+    def ranges(self, ranks: int) -> Iterator[tuple[torch.nn.Parameter, Tensor, list[slice]]]:
+        """Yield (parameter, its flat master tensor, elements on each data x context rank).
+
+        ``ranks`` is the number of these ranks. The elements are those of the flattened parameter.
+        """
+        optimizer = self._optimizer
+        groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+        for flat, parameters in zip(self.flats, groups, strict=True):
+            first = 0
+            for parameter in parameters:
+                edges = [rank * flat.numel() - first for rank in range(ranks + 1)]
+                yield parameter, flat, _slices(edges, parameter.numel())
+                first += parameter.numel()
+
     def refresh(self) -> None:
         """Set the network's weights from the master weights of all ranks."""
         self._optimizer.update_lp_params()
@@ -100,6 +115,13 @@ class _ParameterPartition(Partition):
             return None
         return ElementRange(self.flats[group], slice(offset, offset + held), start)
 
+    def ranges(self, ranks: int) -> Iterator[tuple[torch.nn.Parameter, Tensor, list[slice]]]:
+        for flat, parameters in zip(self.flats, self._optimizer.fp16_groups, strict=True):
+            for parameter in parameters:
+                *_, size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                edges = [rank * size for rank in range(ranks + 1)]
+                yield parameter, flat, _slices(edges, parameter.ds_numel)
+
     def refresh(self) -> None:
         for group in range(len(self.flats)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -120,6 +142,12 @@ class _ParameterPartition(Partition):
             held = self._optimizer.averaged_gradients.get(group)
             if held is not None:
                 yield from zip(parameters, held, strict=True)
+
+
+def _slices(edges: Sequence[int], numel: int) -> list[slice]:
+    """Return the slices between edges, cut to the indices 0 to ``numel``."""
+    inside = (min(max(edge, 0), numel) for edge in edges)
+    return [slice(start, stop) for start, stop in pairwise(inside)]
 
 
 def partition_of(zero_optimizer: Any) -> Partition:

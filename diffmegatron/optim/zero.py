@@ -19,13 +19,15 @@ from torch import Tensor, distributed
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET
 from diffmegatron.model.network import Network
-from diffmegatron.optim.adamw import create_adamw, decaying_rows
+from diffmegatron.model.parameter_shards import parameter_shards
+from diffmegatron.optim.adamw import MOMENTS, create_adamw, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
     clipping_settings,
     local_gradient_norms,
 )
+from diffmegatron.optim.muon import flat_muon
 from diffmegatron.optim.partition import ExactValues, FrozenWeights, partition_of
 from diffmegatron.optim.reduction import (
     GradientReduction,
@@ -36,17 +38,15 @@ from diffmegatron.optim.reduction import (
 from diffmegatron.parallel.engine_imports import importing_engines
 from diffmegatron.parallel.parallel_state import ModelParallelUnit, ParallelState
 
-# Names of Adam's moments in torch's optimizer state.
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class Fragment:
     """A range of one parameter's elements that this rank saves and restores.
 
     ``start`` is the range's first index in the flattened parameter. ``tensors`` are 1-dim views of
-    the float32 master weight ("weight") and of Adam's moments ("exp_avg", "exp_avg_sq"). A frozen
-    parameter has only "weight", in the network's dtype.
+    the float32 master weight ("weight") and of Adam's moments ("exp_avg", "exp_avg_sq"). A matrix
+    that Muon trains has its momentum as "exp_avg", and no "exp_avg_sq". A frozen parameter has only
+    "weight", in the network's dtype.
     """
 
     parameter: torch.nn.Parameter
@@ -55,7 +55,7 @@ class Fragment:
 
 
 class ZeroEngine:
-    """Network with AdamW and gradient clipping, run by DeepSpeed.
+    """Network with AdamW or Muon, and with gradient clipping, run by DeepSpeed.
 
     ZeRO partitions the optimizer's state over the ranks of ``parallel_state.data_context_group``.
     """
@@ -70,7 +70,8 @@ class ZeroEngine:
         rounds = recipe.parallel.zero_stage == 3 and recipe.training.precision == "bf16"
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
-        create = partial(create_adamw, network, recipe)
+        shards = parameter_shards(network)
+        create = partial(create_adamw, shards, recipe)
         # Hide DeepSpeed's output: in bf16 it prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -101,7 +102,9 @@ class ZeroEngine:
         self._partition = partition_of(self._optimizer)
         self._exact = ExactValues(rounded, self._partition, parallel_state.data_context_group)
         self._frozen = FrozenWeights(network, parallel_state.data_context_group)
-        self._optimizer.optimizer.decaying_rows = decaying_rows(self._partition, network)
+        own = self._optimizer.optimizer
+        own.decaying_rows = decaying_rows(self._partition, network)
+        own.muon = flat_muon(shards, recipe, self._partition, parallel_state)
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +191,7 @@ class ZeroEngine:
             if held is None:
                 continue
             state = self._optimizer.optimizer.state[held.flat]
-            moments = {name: state[name][held.where] for name in MOMENTS}
+            moments = {name: state[name][held.where] for name in MOMENTS if name in state}
             yield Fragment(parameter, held.start, {"weight": held.values, **moments})
         for parameter, start, values in self._frozen.ranges():
             yield Fragment(parameter, start, {"weight": values})
@@ -211,13 +214,9 @@ class ZeroEngine:
         self._frozen.refresh()
 
     def _create_moments(self) -> None:
-        """Create Adam's state with zeros, if torch's first update has not yet created it."""
+        """Create the optimizer's state with zeros, if the first update has not yet created it."""
         for flat in self._partition.flats:
-            state = self._optimizer.optimizer.state[flat]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-                for name in MOMENTS:
-                    state[name] = torch.zeros_like(flat.data)
+            self._optimizer.optimizer.create_state(flat)
 
     def _sum_tied_embedding(self) -> None:
         if self._tied is None:

@@ -63,6 +63,11 @@ class ParallelState:
         return megatron_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
+    def stage_group(self) -> ProcessGroup:
+        """Tensor x data x context parallel ranks, which have the same pipeline stage."""
+        return megatron_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+    @property
     def tensor_group(self) -> ProcessGroup:
         """Tensor-parallel ranks, which shard the layers of this pipeline stage."""
         return megatron_state.get_tensor_model_parallel_group()

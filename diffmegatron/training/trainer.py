@@ -205,6 +205,8 @@ def train_step(run: Run) -> None:
         }
         if training.z_loss:
             run.values["train/z_loss"] = run.agreed.z_loss
+    if optimizer.kind == "muon":
+        run.values["train/lr_muon"] = rate * optimizer.muon_lr_factor
     run.values |= {
         "train/lr": rate,
         **{f"train/lr/{key}": rate * f for key, f in optimizer.lr_multipliers.items()},

@@ -41,6 +41,7 @@ def stopped_at_10(finished: Path, run_dir: Path) -> None:
         ("model.attention.qk_norm=true", "model.attention.output_gate=elementwise"),
         ("model.baseline=true",),
         ("model.attention.kind=diff_v2", "model.attention.output_gate=headwise"),
+        ("optimizer.kind=muon",),
     ],
 )
 def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
@@ -51,8 +52,8 @@ def test_resuming_is_exact_to_the_bit(attention, tiny_recipe, tmp_path):
     assert len(losses(whole)) == 20
     assert losses(parted) == losses(whole)
     ends = [open_checkpoint(CheckpointStore(run).latest()) for run in (whole, parted)]
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        for name in ends[0].tensors.names():
+    for name in ends[0].tensors.names():
+        for kind in ends[0].tensors.kinds(name):
             one, other = (end.tensors.read_tensor(kind, name) for end in ends)
             assert torch.equal(one, other), (kind, name)
     assert ends[0].state["data"] == ends[1].state["data"]
@@ -70,6 +71,31 @@ def test_resuming_bf16_with_a_z_loss_is_exact_to_the_bit(tiny_recipe, tmp_path):
     # The logits of an untrained network are small, so the sum over 320 tokens is about 320.
     assert len(rest) == 19
     assert first == pytest.approx(0.01 * math.log(320) ** 2, rel=0.1)
+
+
+def test_a_run_of_adamw_resumes_with_muon_and_not_the_reverse(tiny_recipe, tmp_path, caplog):
+    # At a learning rate of almost zero, only the momentum shows what a step has read.
+    adamw = ("checkpoint.interval=1", "optimizer.lr=1e-9")
+    adamw += ("optimizer.schedule={kind: constant, final_lr: 0, warmup_steps: 0}",)
+    muon = (*adamw, "optimizer.kind=muon", "optimizer.muon.momentum=0.5")
+    train(tiny_recipe("training.steps=1", *adamw))
+    train(tiny_recipe("training.steps=2", *muon))
+    assert "second moments are lost" in caplog.text
+    run = Path(tiny_recipe().run_dir)
+    one, two = (
+        open_checkpoint(run / "checkpoints" / f"step_0000000{step}").tensors for step in (1, 2)
+    )
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert two.kinds(name) == ("weight", "exp_avg")
+    assert two.kinds("output_layer.weight") == ("weight", "exp_avg", "exp_avg_sq")
+    train(tiny_recipe("training.steps=2", *adamw, f"run_dir={tmp_path}/undisturbed"))
+    expected = open_checkpoint(tmp_path / "undisturbed/checkpoints/step_00000002").tensors
+    first = one.read_tensor("exp_avg", name)
+    # AdamW: m2 = 0.9 m1 + 0.1 g, so Muon's momentum is 0.5 m1 + 0.5 g = 5 m2 - 4 m1.
+    momentum = 5 * expected.read_tensor("exp_avg", name) - 4 * first
+    torch.testing.assert_close(two.read_tensor("exp_avg", name), momentum, rtol=1e-3, atol=1e-7)
+    with pytest.raises(UserError, match="no second moments of its matrices"):
+        train(tiny_recipe("training.steps=3", *adamw))
 
 
 TRAINED = (

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from diffmegatron.section import Size
 
-from .layer import Context, Heads, Layer, Parameter, Rows
+from .layer import Context, FusedHead, Heads, Layer, Parameter, Rows, numbered
 from .output_gate import OutputGate, with_gate
 from .qk_norm import QKNorm
 
@@ -52,6 +52,15 @@ class DiffV2(QKNorm, OutputGate):
         signal = self.num_heads // self.num_kv_heads
         rows: Rows = (("q", signal + signal // self.ratio), ("k", 1), ("v", 1))
         return with_gate(self, Heads(self.head_dim, self.num_kv_heads, rows, signal))
+
+    @property
+    @override
+    def matrices(self) -> tuple[FusedHead, ...]:
+        """Matrices q1 of the signal heads, q2 of the noise heads, k and v, and g with a gate."""
+        _, *others = self.heads.rows
+        groups = self.num_heads // self.num_kv_heads // self.ratio
+        queries = (("q1",) * self.ratio + ("q2",)) * groups
+        return numbered((*queries, *(name for name, count in others for _ in range(count))))
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return W_lambda, [num_heads, hidden_size] and sharded by heads, and those of `super`."""

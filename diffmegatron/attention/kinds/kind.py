@@ -22,7 +22,7 @@ from diffmegatron.attention.kernels.registry import Operation
 from diffmegatron.files import shorten
 from diffmegatron.section import Section, SizeOrZero, divisors
 
-from .layer import OUTPUT_GATE, Context, Heads, Layer, Parameter
+from .layer import OUTPUT_GATE, Context, FusedHead, Heads, Layer, Parameter, numbered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +86,15 @@ class AttentionKind(Section, ABC):
     @abstractmethod
     def heads(self) -> Heads:
         """Layout of the heads in the projections."""
+
+    @property
+    def matrices(self) -> tuple[FusedHead, ...]:
+        """Heads of a block of ``linear_qkv`` in order, with the matrices that the block fuses.
+
+        Muon orthogonalizes these matrices separately. By default they are q, k and v, and g with a
+        gate.
+        """
+        return numbered(name for name, count in self.heads.rows for _ in range(count))
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         """Return the attention's parameters except the weights of its two linear layers."""

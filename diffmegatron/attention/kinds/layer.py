@@ -5,7 +5,8 @@ and a `Context`. In shapes b is the number of sequences, and s the number of pos
 context-parallel rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -119,6 +120,27 @@ class Heads:
             count = counts[key % len(counts)]
             yield slice(first, first + count)
             first += count
+
+
+class FusedHead(NamedTuple):
+    """``head_dim`` rows of ``linear_qkv``, and the matrix to which they belong.
+
+    ``head`` counts the heads of this matrix in a block from 0. A head may have several times
+    ``head_dim`` rows, and thus several objects with the same number.
+    """
+
+    matrix: str
+    head: int
+
+
+def numbered(matrices: Iterable[str]) -> tuple[FusedHead, ...]:
+    """Return heads of ``head_dim`` rows from the names of their matrices, with numbers."""
+    counts: Counter[str] = Counter()
+    heads = []
+    for name in matrices:
+        heads.append(FusedHead(name, counts[name]))
+        counts[name] += 1
+    return tuple(heads)
 
 
 class Constant(NamedTuple):

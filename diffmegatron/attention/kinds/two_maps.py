@@ -23,7 +23,17 @@ from diffmegatron.section import FREE
 
 from .kind import AttentionKind
 from .lambda_init import LambdaInit
-from .layer import HEAD_NORM, Constant, Context, Heads, Layer, Parameter, Rows
+from .layer import (
+    HEAD_NORM,
+    Constant,
+    Context,
+    FusedHead,
+    Heads,
+    Layer,
+    Parameter,
+    Rows,
+    numbered,
+)
 from .output_gate import OutputGate, with_gate
 from .qk_norm import QKNorm
 
@@ -50,6 +60,25 @@ class TwoMaps(AttentionKind):
         signal, noise = (count // self.num_kv_heads for count in counts)
         rows: Rows = (("q", signal), ("k", 1), ("v", 1), ("q", noise), ("k", 1), ("v", 1))
         return Heads(self.head_dim, self.num_kv_heads, rows, 2 * signal)
+
+    @property
+    @override
+    def matrices(self) -> tuple[FusedHead, ...]:
+        """Matrices q1, k1, q2, k2 and v, and g with a gate.
+
+        The heads of v and g are 2 d wide.
+        """
+        rows = self.heads.rows
+        maps = ("1",) * (len(rows) // 2) + ("2",) * (len(rows) // 2)
+        names = (
+            name if name in ("v", "g") else name + of
+            for (name, count), of in zip(rows, maps, strict=True)
+            for _ in range(count)
+        )
+        return tuple(
+            FusedHead(name, head // 2 if name in ("v", "g") else head)
+            for name, head in numbered(names)
+        )
 
 
 def split_maps(

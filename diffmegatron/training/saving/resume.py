@@ -24,8 +24,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.model.parameter_shards import ParameterShards
+from diffmegatron.optim.adamw import MOMENTS
 from diffmegatron.optim.schedule import decay_start, learning_rate
-from diffmegatron.optim.zero import MOMENTS, ZeroEngine
+from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks, from_rank_0
 from diffmegatron.parallel.random import restore_random_states
 
@@ -56,10 +57,24 @@ def starting_checkpoint(
             f"{checkpoint.directory} is at step {step} and the recipe ends at step {steps}; give "
             f"training.steps of at least {step}, or another run_dir"
         )
-    warning = learning_rate_rise(checkpoint.recipe, recipe, step)
-    if warning is not None and parallel_state.is_main:
-        log.warning("%s", warning)
+    warnings = (
+        learning_rate_rise(checkpoint.recipe, recipe, step),
+        lost_moments(checkpoint.recipe, recipe),
+    )
+    for warning in warnings:
+        if warning is not None and parallel_state.is_main:
+            log.warning("%s", warning)
     return checkpoint
+
+
+def lost_moments(before: Recipe, now: Recipe) -> str | None:
+    """Return a warning if a run of AdamW resumes with Muon."""
+    if (before.optimizer.kind, now.optimizer.kind) != ("adamw", "muon"):
+        return None
+    return (
+        "the run was trained by AdamW and resumes with Muon: the first moments of the layers' "
+        "matrices become Muon's momentum, and their second moments are lost"
+    )
 
 
 def learning_rate_rise(before: Recipe, now: Recipe, step: int) -> str | None:
@@ -242,12 +257,12 @@ def read_fragments(
     shards: ParameterShards,
     should_skip: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Copy values of a checkpoint into this rank's master weights and Adam moments, in place.
+    """Copy values of a checkpoint into this rank's master weights and moments, in place.
 
     The caller must call ``engine.restore`` afterwards, which applies the new values to the network.
 
     Args:
-        kinds: some of "weight", "exp_avg" and "exp_avg_sq"; a frozen parameter has only "weight".
+        kinds: some of "weight", "exp_avg" and "exp_avg_sq", of which a parameter may lack the last.
         should_skip: function of a tensor's name; if it returns True, the tensor is not changed.
     """
     for fragment in engine.fragments():
