@@ -21,6 +21,7 @@ TRAFFIC = {
     "pipeline": "pipeline",
     "gradients": "ZeRO, gradients",
     "weights": "ZeRO, weights",
+    "muon": "Muon, matrices and updates",
 }
 
 # Parts of a plan that are left out if they equal the parts of the previous training stage.
@@ -156,7 +157,11 @@ def _optional(name: str, size: int) -> list[tuple[str, int]]:
 
 def _traffic_table(plan: Plan) -> Table:
     unit, scale = _unit(plan.traffic.total, {"GB": 1e9, "MB": 1e6, "kB": 1e3})
-    rows = [(TRAFFIC[name], _figure(size / scale)) for name, size in asdict(plan.traffic).items()]
+    rows = [
+        (TRAFFIC[name], _figure(size / scale))
+        for name, size in asdict(plan.traffic).items()
+        if size or name != "muon"
+    ]
     total = [("total", _figure(plan.traffic.total / scale))]
     return _table("Sent per step and rank", ("kind", unit), rows, total)
 

@@ -8,6 +8,7 @@ from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.schema import Recipe
+from diffmegatron.model.accounting import muon
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -265,7 +266,8 @@ def _communication(
     exceeds the GPUs of a node.
 
     Returns:
-        Seconds per step for tensor, context and pipeline parallelism, and seconds for ZeRO.
+        Seconds per step for tensor, context and pipeline parallelism, and seconds for ZeRO and
+        Muon.
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
@@ -284,7 +286,7 @@ def _communication(
     gradients = seconds("gradients", data)
     if parallel.overlaps_gradients:
         gradients = max(gradients - compute.backward, gradients * _last_share(recipe))
-    zero = gradients + seconds("weights", data)
+    zero = gradients + seconds("weights", data) + seconds("muon", data)
     in_pipeline = seconds("tensor", parallel.tensor) + communication
     return in_pipeline + seconds("pipeline", world_size), zero
 
@@ -296,14 +298,27 @@ def _last_share(recipe: Recipe) -> float:
 
 
 def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
-    """Return the seconds of the optimizer's update, limited by device or host bandwidth."""
-    parameters = max(
-        sum(trained_parameters(recipe, stage)) for stage in range(recipe.parallel.pipeline)
+    """Return the seconds of the optimizer's update on the slowest pipeline stage.
+
+    Device or host bandwidth limits the update, and the FLOP/s limit Muon's matrix products.
+    """
+    return max(
+        _stage_update(recipe, world_size, stage, gpu, assumed)
+        for stage in range(recipe.parallel.pipeline)
     )
-    partition = parameters / (recipe.data_parallel(world_size) * recipe.parallel.context)
+
+
+def _stage_update(
+    recipe: Recipe, world_size: int, stage: int, gpu: Accelerator, assumed: Assumptions
+) -> float:
+    shards = recipe.data_parallel(world_size) * recipe.parallel.context
+    partition = sum(trained_parameters(recipe, stage)) / shards
     # Master weights and two moments are read and written once. Gradients are read three times.
-    states = partition * (6 * FLOAT32 + 3 * FLOAT32)
+    # Muon has one moment fewer, and writes its update over the gradient.
+    states = FLOAT32 * (9 * partition - muon.muon_elements(recipe, stage) / shards)
+    products = 2 * muon.operations_in_sequence(recipe, world_size, stage)
+    orthogonalized = products / (assumed.matmul * gpu.peak_flops)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition
-        return (states + moved) / assumed.host
-    return states / (assumed.memory * gpu.memory_bandwidth)
+        return (states + moved) / assumed.host + orthogonalized
+    return states / (assumed.memory * gpu.memory_bandwidth) + orthogonalized

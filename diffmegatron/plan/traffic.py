@@ -11,6 +11,7 @@ from diffmegatron.attention.kinds.kind import reads_hidden
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING
 from diffmegatron.config.trainable_patterns import is_trained
+from diffmegatron.model.accounting import muon
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
@@ -37,6 +38,7 @@ class Traffic:
         pipeline: hidden states, their gradients, and the gradient of a tied embedding.
         gradients: gradients that ZeRO reduces over data-parallel and context-parallel ranks.
         weights: weights that ZeRO gathers over data-parallel and context-parallel ranks.
+        muon: momentum of matrices to their owners, and Muon's updates back.
     """
 
     tensor: int
@@ -44,6 +46,7 @@ class Traffic:
     pipeline: int
     gradients: int
     weights: int
+    muon: int = 0
 
     @property
     def total(self) -> int:
@@ -75,6 +78,7 @@ def stage_traffic(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         pipeline=round(microbatches * _pipeline(recipe, stage) + _tied(recipe, stage)),
         gradients=round(gradients),
         weights=round(weights),
+        muon=round(muon.sent_bytes(recipe, world_size, stage)),
     )
 
 
@@ -107,13 +111,14 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         # All-gather has one, of k and v. A backward pass has as many as a forward pass.
         context = layers * (passes + 1) * (2 if communication == "ulysses" else 1)
     elements = sum(trained_parameters(recipe, stage))
+    rounds = len(muon.muon_rounds(recipe, world_size, stage))
     gradients = weights = 0.0
     if world_size > parallel.model_ranks or parallel.context > 1:
         buckets = -(-elements // REDUCE_BUCKET)
         gradients = buckets * (1 if parallel.zero_stage < 2 else microbatches)
-        # ZeRO 1 and 2 gather two parameter groups. ZeRO 3 gathers each module in the forward and in
-        # the backward pass.
-        weights = 2.0
+        # ZeRO 1 and 2 gather two parameter groups, or three with Muon. ZeRO 3 gathers each module
+        # in the forward and in the backward pass.
+        weights = 3.0 if rounds else 2.0
         if parallel.zero_stage == 3:
             weights = 2 * microbatches * (layers * _MODULES_PER_LAYER + 2)
     tied = 1 if _tied(recipe, stage) else 0
@@ -123,6 +128,7 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
         pipeline=round(microbatches * _messages(recipe, stage)) + tied,
         gradients=round(gradients),
         weights=round(weights),
+        muon=2 * rounds if muon.stage_ranks(recipe, world_size) > 1 else 0,
     )
 
 

@@ -122,6 +122,18 @@ CASES = {
         ("model.num_layers=8", "training.seq_length=2048", "optimizer.trainable=[decoder.*]"),
         microbatches=8,
     ),
+    "muon": Case("configs/at_scale/diff_3b_muon_64gpus.yaml", 64, SMALL),
+    "muon, tensor and sequence": Case(
+        "configs/at_scale/diff_v2_3b_64gpus.yaml",
+        8,
+        (
+            *SMALL,
+            "optimizer.kind=muon",
+            "optimizer.muon.per_head=true",
+            "parallel.tensor=2",
+            "parallel.sequence_parallel=true",
+        ),
+    ),
     "dex": Case("configs/dex/llama_3.2_1b.yaml", 8, (*SMALL, *SELECTED)),
     "dex, tensor and sequence": Case(
         "configs/dex/llama_3.1_8b.yaml",

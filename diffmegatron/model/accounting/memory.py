@@ -10,7 +10,7 @@ from diffmegatron.config.tensors import (
     stage_tensors,
 )
 from diffmegatron.config.trainable_patterns import trained_parts, trains_everything
-from diffmegatron.model.accounting import activations
+from diffmegatron.model.accounting import activations, muon
 from diffmegatron.model.accounting.activations import BYTES, FLOAT32, Device
 from diffmegatron.model.accounting.zero_3 import count_gathers
 
@@ -40,7 +40,8 @@ class StageMemory:
 
     Attributes:
         weights, gradients: only this rank's partition if ZeRO partitions them.
-        optimizer: this rank's partition of the float32 master weights and of Adam's moments.
+        optimizer: this rank's partition of the float32 master weights and of Adam's moments or
+            Muon's momentum.
         communication: DeepSpeed's buffers that exist for the whole step.
         activations: saved activations of all microbatches in flight, except those on the host.
         loss: moment of the loss and of the output layer's backward pass.
@@ -110,6 +111,7 @@ def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -
     if recipe.training.offload_activations:
         waiting = kept - activations.shared_bytes(recipe)
     states = _states(recipe, stage, shards, microbatches)
+    update = max(states.update, muon.update_bytes(recipe, world_size, stage))
     gathered = {"loss": 0, "layer": 0, "embedding": 0}
     if recipe.parallel.zero_stage == 3:
         element = BYTES[recipe.training.precision]
@@ -125,6 +127,7 @@ def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -
         reduction=_reduction(recipe, stage, shards, microbatches, device) if is_last else Moment(),
         layer=Moment(states.layer.beside + layer, layer_freed, gathered["layer"]),
         embedding=Moment(embedding, freed, gathered["embedding"] if embedding else 0),
+        update=update,
         host=states.host + waiting,
     )
 
@@ -137,10 +140,13 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
     trained = sum(trained_parameters(recipe, stage))
     largest = largest_trained(recipe, stage)
     weights, gradients = element * low + FLOAT32 * high, FLOAT32 * trained
-    optimizer, update = 3 * FLOAT32 * trained // shards, FLOAT32 * trained // shards
+    partition = trained // shards
+    # AdamW has two moments beside the master weights, and Muon one.
+    states = 3 * trained - muon.muon_elements(recipe, stage)
+    optimizer, update = FLOAT32 * states // shards, FLOAT32 * partition
     communication, in_layer, host = element * REDUCE_BUCKET, 0, 0
     # DeepSpeed copies each gradient in the rank's partition to float64 to compute its norm.
-    norm = FLOAT64 * min(largest, trained // shards)
+    norm = FLOAT64 * min(largest, partition)
     if parallel.zero_stage == 3:
         weights, gradients = weights // shards, gradients // shards
     elif parallel.zero_stage == 2:
@@ -158,7 +164,6 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
         # Flat gradients are reduced in place (diffmegatron.optim.flat_gradients).
         communication, update = 0, norm if precision == "fp32" else 0
     if parallel.offload_optimizer:
-        partition = optimizer // (3 * FLOAT32)
         host, optimizer = optimizer + FLOAT32 * partition, 0
         if parallel.zero_stage == 3:
             host, gradients, update = host + FLOAT32 * partition, 0, 0
