@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 32, "z_loss": 1e-4}}),
     "sequence": (2, {"parallel": SEQUENCE, "training": BF16}),
     "zero1": (2, {"training": BF16 | FOUR}),
+    "zero1-muon": (2, {"training": BF16 | FOUR, "optimizer": {"kind": "muon"}}),
     "zero2": (2, {"parallel": {"zero_stage": 2}, "training": BF16 | FOUR}),
     "zero2-fp32": (2, {"parallel": {"zero_stage": 2}, "training": FOUR}),
     "zero3": (2, {"parallel": {"zero_stage": 3}, "training": BF16 | FOUR}),
@@ -83,7 +84,7 @@ def make_recipe(name: str) -> Recipe:
             "model": model | changes.get("model", {}),
             "data": {"sources": [{"path": "unused"}]},
             "training": training | changes.get("training", {}),
-            "optimizer": {"lr": 1e-3},
+            "optimizer": {"lr": 1e-3} | changes.get("optimizer", {}),
             "parallel": changes.get("parallel", {}),
             "recompute": changes.get("recompute", {}),
         }

@@ -1,7 +1,7 @@
 """Comparison of `plan`'s counts with a simulated step of the same case, component by component."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from diffmegatron.config.load import load_stages
 from diffmegatron.config.schema import Recipe
@@ -108,11 +108,12 @@ def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
 
 
 def _sent(recording: Recording, traffic: Traffic) -> Iterator[Compared]:
-    sent = dict.fromkeys(("tensor", "context", "pipeline", "gradients", "weights"), 0.0)
+    sent = dict.fromkeys((each.name for each in fields(Traffic)), 0.0)
     for each in recording.collectives:
         if each.phase not in ("forward_backward", "update") or each.bytes < _AGREEMENT:
             continue
-        group = {"embedding": "pipeline", "model": "tensor"}.get(each.group, each.group)
+        names = {"embedding": "pipeline", "model": "tensor", "stage": "muon"}
+        group = names.get(each.group, each.group)
         if group in ("data", "world"):
             group = "weights" if each.operation in ("all_gather", "broadcast") else "gradients"
         sent[group] += each.sent

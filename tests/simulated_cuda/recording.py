@@ -86,8 +86,9 @@ class Collective:
         phase: see :attr:`Recording.peaks`.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send,
             recv, barrier, gather or scatter.
-        group: "data", "tensor", "context", "pipeline", "embedding", "model" (all ranks that hold a
-            part of one model), "world", or torch's name for any other group.
+        group: "data", "tensor", "context", "pipeline", "embedding", "stage" (all ranks of a
+            pipeline stage), "model" (all ranks that hold a part of one model), "world", or torch's
+            name for any other group.
         group_size: number of ranks in the group.
         dtype: dtype of the tensors, or several joined by "/".
         is_blocking: whether the compute stream waits for the collective at once.

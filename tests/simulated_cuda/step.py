@@ -23,7 +23,7 @@ from diffmegatron.training.compute.step import forward_backward
 from tests.simulated_cuda.recorder import Recorder
 from tests.simulated_cuda.recording import Case
 
-GROUPS = ("tensor", "context", "pipeline", "embedding", "data")
+GROUPS = ("tensor", "context", "pipeline", "embedding", "data", "stage")
 DOCUMENTS = 5
 
 

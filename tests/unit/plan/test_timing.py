@@ -49,6 +49,25 @@ def test_one_rank_sends_nothing():
     assert count_traffic(make_recipe(), 1).total == 0
 
 
+def test_muon_has_one_moment_of_matrices_and_sends_their_elements_twice():
+    adamw, muon = (
+        make_recipe(optimizer={"lr": 1e-3, "kind": kind}, parallel={"tensor": 2})
+        for kind in ("adamw", "muon")
+    )
+    # Eight heads have two queries of 32, and four key-value heads two keys of 32 and a value of 64.
+    projections = HIDDEN * (8 * 64 + 4 * 128) + HIDDEN * 512 + 3 * HIDDEN * 1024
+    one, other = (memory_by_stage(recipe, 8)[0] for recipe in (adamw, muon))
+    assert one.optimizer - other.optimizer == 4 * LAYERS * projections / 8
+    # In every round, the first rank owns one matrix. It sends seven eighths of its result, and
+    # seven eighths of the elements that it holds. Per layer there are q1, q2 and v [256, 512], k1
+    # and k2 [128, 512], linear_proj [512, 512], and gate, up and linear_fc2 [1024, 512].
+    sizes = sorted([1024] * 24 + [512] * 8 + [256] * 24 + [128] * 16, reverse=True)
+    rounds = [sizes[first : first + 8] for first in range(0, 72, 8)]
+    rows = sum(7 / 8 * (each[0] + sum(each) / 8) for each in rounds)
+    assert count_traffic(muon, 8).muon == 2 * HIDDEN * rows
+    assert count_traffic(adamw, 8).muon == 0
+
+
 def test_tensor_parallel_sums_twice_a_layer_and_direction():
     """Count two all-reduces per layer in the forward pass, and two in the backward pass.
 
