@@ -82,8 +82,9 @@ def compare(
 ) -> None:
     """Compare the recorded metrics of runs by tokens seen.
 
-    The command writes curves of losses, throughput and lambda into OUT/compare.png, and final
-    values into OUT/compare.md and OUT/compare.json.
+    The conclusion compares the held-out losses of runs with equal seeds. The command writes curves
+    of losses, throughput and lambda into OUT/compare.png, and the conclusion and final values into
+    OUT/compare.md and OUT/compare.json.
 
     Example: diffmegatron compare runs/diff_v1 runs/softmax --out runs/compared
     """
@@ -92,7 +93,8 @@ def compare(
 
     from diffmegatron.evaluation.compare import compare as compare_runs
 
-    (corner, *names), rows = compare_runs(runs, out)
+    conclusion, ((corner, *names), rows) = compare_runs(runs, out)
+    print("\n".join(conclusion))
     table = Table(corner)
     for name in names:
         table.add_column(name, justify="right", overflow="fold")

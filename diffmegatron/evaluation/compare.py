@@ -19,6 +19,7 @@ from diffmegatron.config.load import load_resolved
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.report_pages import Table, markdown_table
+from diffmegatron.evaluation.run_conclusions import RunResult, conclude
 from diffmegatron.files import (
     check_replaceable,
     format_path,
@@ -89,11 +90,12 @@ class RecordedRun:
         ]
 
 
-def compare(run_dirs: Sequence[Path], out: Path) -> Table:
+def compare(run_dirs: Sequence[Path], out: Path) -> tuple[list[str], Table]:
     """Compare runs, and write ``compare.json``, ``compare.md`` and ``compare.png`` into ``out``.
 
-    For a run with stages, give the folder that contains the folders of the stages. The returned
-    table has a row per value of :func:`final_figures` and a column per run.
+    For a run with stages, give the folder that contains the folders of the stages. Returns the
+    sentences of the conclusion, with which ``compare.md`` begins, and a table with a row per value
+    of :func:`final_figures` and a column per run.
     """
     runs = dict(zip(short_names(run_dirs), map(read_run, run_dirs), strict=True))
     figures = {name: final_figures(run) for name, run in runs.items()}
@@ -103,11 +105,18 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Table:
     names = dict.fromkeys(name for run in figures.values() for name in run)
     rows = [[name, *(_shown(run.get(name)) for run in figures.values())] for name in names]
     table = ["", *figures], rows
-    text = "# Runs compared\n\n" + markdown_table(table) + "\n\n![curves](compare.png)\n"
+    conclusion = conclude([_result(run, figures[name]) for name, run in runs.items()])
+    listed = "\n".join(f"- {sentence}" for sentence in conclusion)
+    parts = ["# Runs compared", listed, markdown_table(table), "![curves](compare.png)"]
     plot_runs(picture, runs)
-    write_durably(page, text.encode())
+    write_durably(page, ("\n\n".join(parts) + "\n").encode())
     write_durably(numbers, json.dumps(figures, indent=1).encode() + b"\n")
-    return table
+    return conclusion, table
+
+
+def _result(run: RecordedRun, figures: Mapping[str, Any]) -> RunResult:
+    seed = run.stages[-1].recipe.training.seed
+    return RunResult(figures["attention"], figures["parameters"], figures["tokens"], seed, figures)
 
 
 def read_run(run_dir: Path) -> RecordedRun:

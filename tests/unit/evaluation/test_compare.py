@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import statistics
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from diffmegatron.cli import app
 from diffmegatron.errors import UserError
 from diffmegatron.evaluation.compare import read_run, short_names
+from diffmegatron.evaluation.run_conclusions import RunResult, conclude, paired_difference
 from tests.conftest import TINY
 
 STEPS = 40
@@ -83,7 +85,9 @@ def test_the_final_figures_are_those_of_the_entries(tmp_path):
     assert "lambda, mean of the layers" not in figures["plain"]
     table = (tmp_path / "out" / "compare.md").read_text()
     assert "|  | diff | plain |" in table and "| tokens | 20,480 | 20,480 |" in table
-    assert "20,480" in printed
+    sentence = re.search(r"^Transformer .* is undecided beside Diff Transformer .*$", printed, re.M)
+    assert sentence and "one seed each says nothing" in sentence[0]
+    assert table.startswith(f"# Runs compared\n\n- {sentence[0]}\n\n|  | diff |")
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -129,3 +133,30 @@ def test_a_missing_or_empty_run_is_an_error_and_nothing_is_written(tmp_path):
     with pytest.raises(UserError, match=r"metrics.jsonl has no entries; train the run for a step"):
         compare(tmp_path / "out", tmp_path / "good", tmp_path / "begun")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_difference_over_seeds_has_the_interval_of_students_t():
+    # 0.1, 0.2 and 0.3: mean 0.2, standard deviation 0.1, t = 4.303 with two degrees of freedom.
+    found = paired_difference([(1.1, 1.0), (2.2, 2.0), (3.3, 3.0)])
+    assert found.interval == pytest.approx((0.2 - 4.303 * 0.1 / 3**0.5, 0.2 + 0.2484), abs=1e-3)
+    assert found.finding == "undecided"
+    assert paired_difference([(2.0, 1.0), (2.01, 1.0)]).finding == "worse"
+    assert paired_difference([(1.0, 2.0), (1.0, 2.01)]).finding == "better"
+
+
+def test_networks_are_compared_by_runs_with_equal_seeds():
+    def run(kind: str, seed: int, loss: float, tokens: int = 100) -> RunResult:
+        return RunResult(kind, 7, tokens, seed, {"valid/loss": loss})
+
+    plain = [run("Transformer", seed, 2.0 + seed) for seed in (1, 2, 3)]
+    ours = [run("Diff", seed, 1.5 + seed + seed / 1000) for seed in (3, 2, 1)]
+    (sentence,) = conclude([*plain, *ours])
+    assert sentence.startswith("Diff (7 parameters, 100 tokens, seeds 3, 2, 1) is better beside")
+    assert "valid/loss -0.4980 [-0.5005, -0.4955] nats per token (↓) over 3 seeds." in sentence
+    (sentence,) = conclude([plain[0], run("Diff", 5, 1.0)])
+    assert sentence.endswith("undecided beside Transformer (7 parameters, 100 tokens, seed 1): "
+                             "no seed is common to both.")  # fmt: skip
+    assert "have the same seed" in conclude([plain[0], plain[0], ours[0]])[0]
+    assert "100 to 200 tokens" in conclude([plain[0], run("Diff", 1, 1.0, tokens=200)])[0]
+    assert "no kinds are compared" in conclude(plain)[0]
+    assert "no held-out loss" in conclude([run("Diff", 1, 1.0)._replace(figures={})])[0]
