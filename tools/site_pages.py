@@ -13,10 +13,12 @@ OUTSIDE = {
     "README.md": "index.md",
     "docs/README.md": "tasks.md",
     "examples/README.md": "examples.md",
+    "examples/speedrun/README.md": "speedrun.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "tools/README.md": "tools.md",
 }
+_LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 _SOURCES = {page: source for source, page in OUTSIDE.items()}
 # Roles of docstrings, such as :func:`train`.
 _ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>|`)")
@@ -31,8 +33,21 @@ def on_files(files: Files, config: Any) -> Files:
     if (index := files.get_file_from_path("README.md")) is not None:
         files.remove(index)
     for source, page in OUTSIDE.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+        text = (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=text + _files_beside(source)))
     return files
+
+
+def _files_beside(source: str) -> str:
+    """Return the content of the examples for their page."""
+    if source != "examples/README.md":
+        return ""
+    folder = (ROOT / source).parent
+    found = sorted(each for each in folder.rglob("*.*") if each.suffix in _LANGUAGES)
+    return "".join(
+        f"\n## {path.relative_to(folder)}\n\n```{_LANGUAGES[path.suffix]}\n{path.read_text()}```\n"
+        for path in found
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -20,7 +20,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``out`` on success and removed otherwise.
 
     ``out`` must be new or empty. First, temporary directories of killed processes for the same
-    ``out`` are removed. Those of running processes are locked and stay.
+    ``out`` are removed. Folders of running processes are locked and stay.
     """
     out = out.resolve()
     check_utf8(out)

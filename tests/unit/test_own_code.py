@@ -21,7 +21,8 @@ from tests.robustness.bad_paths import CLUSTER, run
 
 PAGE = (ROOT / "docs/variants.md").read_text()
 (EXAMPLE,) = re.findall(r"^```python\n(# my_attention\.py\n.*?)^```", PAGE, re.S | re.M)
-GATED, COSTS = re.findall(r"^```python\n(# head_gated\.py.*?)^```", PAGE, re.S | re.M)
+GATED, *COSTS = (ROOT / "examples/own_kind.py").read_text().partition("\n\n@register_costs")
+COSTS = "".join(COSTS)
 KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
 
 

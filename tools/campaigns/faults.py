@@ -297,7 +297,7 @@ def children(parent: int) -> list[int]:
 
 
 def damage(store: CheckpointStore, step: int) -> str | None:
-    """Return the error of a damaged checkpoint; None if it is valid or no longer exists."""
+    """Return the error of a damaged checkpoint; None if it is valid or was removed."""
     try:
         open_checkpoint(store.path(step))
     except ValueError as error:

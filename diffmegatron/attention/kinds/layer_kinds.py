@@ -163,7 +163,7 @@ class LayerKinds(Section):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Those of :meth:`keys` that may differ in a run that starts from existing weights."""
+        """Names of keys that may differ in a run that starts from existing weights."""
         return frozenset(
             f"{prefix}{key}"
             for prefix, kind in self._prefixed
