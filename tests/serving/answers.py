@@ -22,7 +22,7 @@ from diffmegatron.evaluation.requests import Generation, LabelTree, Request, Sco
 from diffmegatron.evaluation.targets import Target
 from diffmegatron.evaluation.vllm_model import VllmModel
 
-NAMES = ("pattern", "diff_v2", "diff_v1", "grouped", "dex")
+NAMES = ("pattern", "diff_v2", "diff_v2_r1", "diff_v1", "grouped", "grouped_r1", "dex")
 LENGTHS = (1, 3, 7, 20, 33, 50, 75, 90)
 NEW_TOKENS = 64
 # Small batches and blocks, so that prompts wait, are read in chunks, and share blocks of the cache.
@@ -36,16 +36,20 @@ OPTIONS = {
 SETTINGS = ["math.benchmarks=[gsm8k]", "math.answer_tokens=20", "math.shots=1"]
 
 
-def requests() -> list[Request]:
-    """Return requests with prompts of unequal length, of which all but the first share tokens."""
+def prompts() -> list[list[int]]:
+    """Return token ids of unequal length, which all begin with the same tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(256, (2, 100), generator=generator).tolist()
-    prompts = [[*ids[0][: min(n, 40)], *ids[1][: max(0, n - 40)]] for n in LENGTHS]
+    return [[*ids[0][: min(n, 40)], *ids[1][: max(0, n - 40)]] for n in LENGTHS]
+
+
+def requests() -> list[Request]:
+    """Return requests for likelihoods, texts and labels after each of the prompts."""
     labels = LabelTree({7: LabelTree({5: LabelTree(), 6: LabelTree()}), 8: LabelTree()})
     return [
-        *(Scoring(ids[:1], [ids[1:], [3, 4], [3, 5]]) for ids in prompts[1:]),
-        *(Generation(ids, NEW_TOKENS) for ids in prompts),
-        *(Generation(ids, 2, labels=labels) for ids in prompts),
+        *(Scoring(ids[:1], [ids[1:], [3, 4], [3, 5]]) for ids in prompts()[1:]),
+        *(Generation(ids, NEW_TOKENS) for ids in prompts()),
+        *(Generation(ids, 2, labels=labels) for ids in prompts()),
     ]
 
 

@@ -16,6 +16,7 @@ from diffmegatron.hf.write_export import write_export
 from tests.pretrained import random_weights
 from tests.serving import PYTHON, command, environment, interpreter
 from tests.serving.answers import NAMES, NEW_TOKENS, answers, requests
+from tests.serving.servers import complete, page_command, serving
 
 pytestmark = pytest.mark.skipif(
     interpreter() is None,
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 V2 = {"kind": "diff_v2", "head_dim": 32}
 V1 = {"kind": "diff_v1", "head_dim": 32}
+GROUPED = {"kind": "grouped", "num_kv_heads": 2, "head_dim": 32}
 # vLLM's attention on a CPU accepts heads of 32 channels and more. Each layer of the pattern has 8
 # query heads and 4 key-value heads in its attention call.
 KINDS: dict[str, Any] = {
@@ -34,14 +36,10 @@ KINDS: dict[str, Any] = {
         {"kind": "softmax", "num_heads": 8, "num_kv_heads": 4},
     ],
     "diff_v2": V2 | {"signal_per_noise": 4, "num_heads": 8, "num_kv_heads": 2},
+    "diff_v2_r1": V2 | {"num_heads": 4, "num_kv_heads": 2},
     "diff_v1": V1 | {"num_heads": 4, "num_kv_heads": 2},
-    "grouped": {
-        "kind": "grouped",
-        "signal_per_noise": 3,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-    },
+    "grouped": GROUPED | {"signal_per_noise": 3, "num_heads": 6},
+    "grouped_r1": GROUPED | {"signal_per_noise": 1, "num_heads": 4, "qk_norm": True},
     "dex": {
         "kind": "dex",
         "num_heads": 8,
@@ -149,3 +147,14 @@ def test_an_evaluation_has_the_same_records_in_both_engines(
             for engine in ("transformers", "vllm")
         )
         assert expected and found == close(expected)
+
+
+def test_the_pages_transformers_server_writes_the_same_text(folder: Path, both: Any) -> None:
+    with serving(
+        page_command("transformers", "serve"),
+        export := folder / "transformers/diff_v1",
+        folder / "transformers serve",
+    ) as url:
+        (choice,) = complete(url, model=str(export), prompt="AB", max_tokens=5, temperature=0)
+    text = load_tokenizer("bytes").decode(both[0]["diff_v1"][-1])
+    assert choice["text"] == text and len(text) > 1
