@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.paths import RESULTS
+from tests.paths import DOCS, RESULTS
 from tests.robustness.bad_paths import KINDS, make_inputs, places, run, try_kind
 from tests.robustness.count import TESTED
 
@@ -72,7 +72,7 @@ def test_too_little_memory_ends_a_command_with_status_69(error, monkeypatch):
 
 
 def test_the_committed_counts_cover_every_place_and_kind():
-    """Check that docs/results/bad_paths.json has every place and kind, without a problem.
+    """Check that bad_paths.json and the pages have every place and kind, without a problem.
 
     After a change of the commands, write the file again with ``python -m tests.robustness.count``.
     """
@@ -82,3 +82,9 @@ def test_the_committed_counts_cover_every_place_and_kind():
     assert {*counts} == {*names, *TESTED}
     assert all(counts[name]["tried"] == number for name in names)
     assert all(each["tried"] == each["held"] > 0 for each in counts.values())
+    page = (RESULTS / "robustness.md").read_text()
+    assert page.count(f"| {number} | {number} |") == len(names)
+    for name, file in TESTED.items():
+        tried = counts[name]["tried"]
+        assert f"| `{file.removeprefix('tests/')}` | {tried} | {tried} |" in page
+    assert f"| {number * len(names):,} |" in (DOCS / "robustness.md").read_text()
