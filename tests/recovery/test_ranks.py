@@ -28,6 +28,7 @@ ZERO2 = ["parallel.zero_stage=2", "training.micro_batch_size=2"]
 ZERO3 = ["parallel.zero_stage=3"]
 CONTEXT = ["parallel.context=2"]
 BF16 = ["training.precision=bf16"]
+MUON = ["optimizer.kind=muon"]
 OFFLOAD = ["parallel.offload_optimizer=true"]
 MICRO = ["training.micro_batch_size=2"]
 SHORT = ["training.steps=8", "checkpoint.interval=4", "training.eval_batches=0"]
@@ -52,6 +53,7 @@ RESUMES = {
     "context-to-zero3": (2, CONTEXT, 2, ZERO3),
     "zero3-to-one": (2, ZERO3, 1, []),
     "bf16-to-zero3": (2, [*BF16, *TENSOR], 2, [*BF16, *ZERO3]),
+    "muon-to-four": (2, [*MUON, *TENSOR], 4, [*MUON, *PIPELINE, *MICRO]),
     "tensor-to-four": (2, TENSOR, 4, [*TENSOR, *ZERO2]),
     "zero2-to-four": (2, ZERO2, 4, [*TENSOR, *PIPELINE]),
 }
@@ -88,6 +90,7 @@ def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     train(load_recipe(recipe, [f"run_dir={out / 'one'}"]))
     train(load_recipe(recipe, [*BF16, f"run_dir={out / 'one-bf16'}"]))
+    train(load_recipe(recipe, [*MUON, f"run_dir={out / 'one-muon'}"]))
     train(load_recipe(recipe, [*LONG, f"run_dir={out / 'long'}"]))
     run_jobs(
         2,
@@ -99,6 +102,7 @@ def out(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             job("zero3", ZERO3),
             job("context", CONTEXT),
             job("bf16", [*BF16, *TENSOR]),
+            job("muon", [*MUON, *TENSOR]),
             job("pipeline", PIPELINE),
             *(
                 job(name, [*SHORT, *layout], ("nan_gradient", 1, 5))
@@ -171,8 +175,9 @@ def series(run_dir: Path, name: str) -> list[float]:
     ],
 )  # fmt: skip
 def test_a_run_resumes_in_another_layout(name, metric, out):
-    bf16 = name.startswith("bf16")
-    expected = series(out / ("one-bf16" if bf16 else "one"), metric)
+    model = name.partition("-")[0]
+    bf16 = model == "bf16"
+    expected = series(out / (f"one-{model}" if model in ("bf16", "muon") else "one"), metric)
     assert len(expected) in (2, 20)
     in_bf16 = 1e-2 if metric.endswith("norm") else 1e-3
     tolerance = in_bf16 if bf16 else 1e-6
