@@ -50,6 +50,7 @@ FEATURES = (
     "training.attention_backend=cudnn_2call",
     "recompute.granularity=selective",
     "recompute.granularity=full",
+    "optimizer.kind=muon",
     "optimizer.trainable=[*.mlp.*]",
     "parallel.overlap_gradients=true",
 )
