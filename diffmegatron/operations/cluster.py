@@ -30,7 +30,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 class Container(Section):
     """Container image in which the ranks run; it must contain this package."""
 
-    kind: Literal["apptainer", "pyxis"]
+    kind: Literal["apptainer", "pyxis"] = Field(
+        description="apptainer: the whole package runs in the image; pyxis: only the ranks do, so "
+        "the first node also needs the package outside. Neither has been tested"
+    )
     image: PathText = Field(description="path, or name such as docker://... or host#name")
     mounts: tuple[PathText, ...] = Field(default=(), description="folders visible inside")
 
@@ -44,26 +47,44 @@ class Cluster(Section):
     """Content of a cluster file; a Slurm option whose value is None is not passed to sbatch."""
 
     gpus_per_node: SizeOrZero = Field(description="0: the ranks compute on CPUs")
-    ranks_per_node: Size | None = Field(default=None, description="None: one per GPU")
-    gpu: str | None = Field(default=None, description="GPU name for estimates, as plan --hardware")
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
-    constraint: Word | None = None
-    exclude: tuple[Word, ...] = Field(default=(), description="host names")
-    exclusive: bool = False
+    ranks_per_node: Size | None = Field(
+        default=None, description="null: one per GPU; give it on CPUs"
+    )
+    gpu: str | None = Field(
+        default=None, description="GPU name for estimates, as plan --hardware; null: no estimates"
+    )
+    partition: Word | None = Field(default=None, description="sbatch --partition")
+    account: Word | None = Field(default=None, description="sbatch --account")
+    qos: Word | None = Field(default=None, description="sbatch --qos")
+    constraint: Word | None = Field(default=None, description="sbatch --constraint")
+    exclude: tuple[Word, ...] = Field(default=(), description="sbatch --exclude: host names")
+    exclusive: bool = Field(default=False, description="sbatch --exclusive")
     memory: Word | None = Field(default=None, description="sbatch --mem; 0: all of a node")
     cpus_per_rank: Size | None = Field(default=None, description="sbatch --cpus-per-task")
     time_limit: Word = Field(description="sbatch --time: minutes, H:MM:SS or D-HH:MM:SS")
     sbatch_options: tuple[Annotated[str, StringConstraints(pattern=_OPTION)], ...] = Field(
-        default=(), description="other options of sbatch, such as --mail-user=a@b.org"
+        default=(),
+        description="other options of sbatch, such as --mail-user=a@b.org; options that launch "
+        "sets itself are refused",
     )
     export: Literal["ALL", "NONE"] = Field(
-        default="ALL", description="variables of the submitting shell that the job inherits"
+        default="ALL",
+        description="variables of the submitting shell that the job inherits; NONE: setup creates "
+        "the environment of the job",
     )
-    setup: tuple[Line, ...] = Field(default=(), description="shell lines that the job runs first")
-    environment: dict[Name, Line] = Field(default={}, description="variables of every rank")
-    container: Container | None = None
+    setup: tuple[Line, ...] = Field(
+        default=(),
+        description="shell lines that the job runs first, such as modules and the virtual "
+        "environment",
+    )
+    environment: dict[Name, Line] = Field(
+        default={},
+        description="variables of every rank, such as NCCL's; quote numbers and booleans. "
+        "--dry-run prints no values of names with TOKEN, SECRET, PASSW, CREDENTIAL, JWT or _KEY",
+    )
+    container: Container | None = Field(
+        default=None, description="image in which the job runs; null: none"
+    )
 
     @field_validator("time_limit")
     @classmethod

@@ -43,6 +43,13 @@ def test_the_index_names_every_page():
     assert [each for each in missing if each != "README.md"] == []
 
 
+def test_the_site_lists_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} - {"README.md"}
+    assert [page for page in sorted(pages) if page not in site] == []
+
+
 def test_hosted_ci_runs_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()

@@ -10,22 +10,26 @@ from collections.abc import Callable
 from tools.paths import ROOT
 from tools.reference import (
     backends,
+    cluster_file,
     command_line,
     exit_statuses,
     features_by_layout,
     packages,
     refused_layouts,
+    shipped_recipes,
     suites,
 )
 
 FOLDER = ROOT / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "backends": backends.page,
+    "cluster_file": cluster_file.page,
     "command_line": command_line.page,
     "exit_statuses": exit_statuses.page,
     "features_by_layout": features_by_layout.page,
     "packages": packages.page,
     "refused_layouts": refused_layouts.page,
+    "shipped_recipes": shipped_recipes.page,
     "suites": suites.page,
 }
 
