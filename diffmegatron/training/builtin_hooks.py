@@ -17,7 +17,7 @@ from diffmegatron.config.training_config import ProfileConfig
 from diffmegatron.model.accounting.mfu import mfu_metric
 from diffmegatron.optim.guard import Action
 from diffmegatron.parallel.parallel_state import from_rank_0
-from diffmegatron.training.compute.agreement import lambdas
+from diffmegatron.training.compute.agreement import lambdas, largest_logits
 from diffmegatron.training.guard_hook import GuardHook, give_up
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.monitoring.due import HELD_OUT, TEST, due_at, unrecorded_at
@@ -80,6 +80,7 @@ class MetricsHook(Hook):
         }
         others = (
             lambdas(run.network, run.parallel_state)
+            | largest_logits(run.largest_logits, run.recipe.model.num_layers, run.parallel_state)
             | run.guard.metrics()
             | run.clock.report(run.parallel_state)
             | run.source_losses.report()

@@ -6,22 +6,19 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
 from typing_extensions import override
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import write_durably
-from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.optim.guard import Action
 from diffmegatron.training.compute.agreement import lambdas
 from diffmegatron.training.hook import Hook
+from diffmegatron.training.monitoring.attention_logits import observed_logits
 from diffmegatron.training.monitoring.records import log_write_errors
 from diffmegatron.training.run import Run
 from diffmegatron.training.saving.resume import rollback_checkpoint
@@ -30,7 +27,6 @@ log = logging.getLogger(__name__)
 
 EVENTS = "events"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_QUERIES = 256  # Query positions whose logits are in memory at the same time.
 
 
 class GuardHook(Hook):
@@ -169,74 +165,6 @@ def _largest_logits(run: Run) -> dict[str, float]:
     """
     if run.parallel_state.context_size > 1:
         return {}
-    with run.pause():
-        logits = largest_logits(run.network, run.is_last_batch_finite)
-    return {f"layer_{layer:02d}": logit for layer, logit in logits.items()}
-
-
-def largest_logits(network: torch.nn.Module, forward: Callable[[], object]) -> dict[int, float]:
-    """Return the largest attention logit q · k / sqrt(d) of each layer on this rank.
-
-    The maximum is over this rank's heads, all softmax maps of a head, and all unmasked pairs of
-    query and key. ``forward`` runs the network on full sequences, without context parallelism.
-
-    Returns:
-        Largest logit by global layer number, from 1; NaN if a logit of the layer is NaN.
-    """
-    found: dict[int, float] = {}
-    layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
-    for layer in layers:
-        layer.observer = partial(_observe, found, layer)
-    try:
-        forward()
-    finally:
-        for layer in layers:
-            layer.observer = None
-    return dict(sorted(found.items()))
-
-
-def _observe(
-    found: dict[int, float],
-    layer: SelfAttention,
-    query: Tensor,
-    key: Tensor,
-    documents: Tensor | None,
-) -> None:
-    """Update the largest logit of ``layer`` in ``found`` with the logits of one microbatch.
-
-    Args:
-        query: queries after rotation, [s, b, query heads, d].
-        key: keys after rotation, [s, b, key heads, d].
-        documents: starts of the documents in the concatenated sequences, followed by the total
-            length; None if attention crosses documents.
-    """
-    length, rows = query.shape[:2]
-    ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # [s, b, heads, d] to [b * s, heads, d]: the sequences of the batch one after the other.
-    queries, keys = (x.transpose(0, 1).flatten(0, 1).float() for x in (query, key))
-    largest = [
-        _largest(queries[first:end, query_heads], keys[first:end, key_head, None])
-        for key_head, query_heads in enumerate(layer.kind.heads.query_slices(key.shape[2]))
-        for first, end in pairwise(ends)
-        if first < end
-    ]
-    # Torch's maximum of NaN and a number is NaN; Python's depends on the order.
-    value = float(torch.stack(largest).max()) / math.sqrt(query.shape[3])
-    known = found.get(layer.layer_number, -math.inf)
-    found[layer.layer_number] = math.nan if math.isnan(value + known) else max(value, known)
-
-
-def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the largest q · k of one document under the causal mask; 0-dim.
-
-    The ``queries`` [tokens, heads, d] share the key head ``keys`` [tokens, 1, d].
-    """
-    found = []
-    for first in range(0, len(queries), _QUERIES):
-        part = queries[first : first + _QUERIES]
-        products = torch.einsum("qhd,kgd->hqk", part, keys[: first + len(part)])
-        above = torch.ones(products.shape[-2:], dtype=torch.bool, device=keys.device).triu(
-            first + 1
-        )
-        found.append(products.masked_fill(above, -torch.inf).max())
-    return torch.stack(found).max()
+    with run.pause(), observed_logits(run.network) as found:
+        run.is_last_batch_finite()
+    return {f"layer_{layer:02d}": found[layer].max().item() for layer in sorted(found)}

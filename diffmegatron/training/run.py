@@ -56,6 +56,8 @@ class Run:
         first_step: step at which this start of the run began.
         values: metrics of the last completed step by name: loss, gradient norm, learning rates.
         agreed: values of the last completed step, reduced over all ranks.
+        largest_logits: this rank's largest attention logits in the first microbatch of the last
+            completed step, from ``observed_logits``; empty if they were not observed.
         decision: decision of the guard on the last completed step.
         stopping: whether the run saves and ends after the hooks of this step; equal on every rank.
         pending_evaluators: names of the evaluators due at ``step`` that have no result yet.
@@ -91,6 +93,7 @@ class Run:
         self.set_step(position.step)
         self.first_step = position.step
         self.values: dict[str, float] = {}
+        self.largest_logits: dict[int, Tensor] = {}
         self.stopping = False
         self.pending_evaluators: tuple[str, ...] = ()
         self.broken_reason: str | None = None
@@ -126,6 +129,19 @@ class Run:
     def is_at_last_step(self) -> bool:
         """True if the last step of the recipe is completed."""
         return self.step >= self.recipe.training.total_steps
+
+    @property
+    def are_next_logits_observed(self) -> bool:
+        """True if the largest attention logits of the next step are observed.
+
+        They are observed in logged steps that are at least ten steps apart, because this costs
+        about a tenth of the microbatch, and in the last step. With context parallelism, a rank
+        lacks the keys of other ranks.
+        """
+        training, step = self.recipe.training, self.step + 1
+        interval = training.log_interval * math.ceil(10 / training.log_interval)
+        is_due = step % interval == 0 or step >= training.total_steps
+        return is_due and self.parallel_state.context_size == 1
 
     @property
     def is_finished(self) -> bool:

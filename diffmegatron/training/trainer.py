@@ -5,7 +5,7 @@ metrics, evaluate and roll back.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from torch import Tensor, distributed
@@ -29,6 +29,7 @@ from diffmegatron.training.builtin_hooks import builtin_hooks
 from diffmegatron.training.compute.batches import on_this_rank
 from diffmegatron.training.compute.step import forward_backward
 from diffmegatron.training.hook import Hook
+from diffmegatron.training.monitoring.attention_logits import observed_logits
 from diffmegatron.training.monitoring.due import unrecorded_at
 from diffmegatron.training.monitoring.evaluators import Evaluator, OpenEvaluators
 from diffmegatron.training.monitoring.progress import print_line
@@ -174,7 +175,10 @@ def train_step(run: Run) -> None:
     rate = learning_rate(run.step + 1, training.total_steps, optimizer)
     with run.clock("data"):
         microbatches = on_this_rank(next(run.loader), run.parallel_state)
-    with run.clock("forward_backward"):
+    observed: AbstractContextManager[dict[int, Tensor]] = nullcontext({})
+    if run.are_next_logits_observed:
+        observed = observed_logits(run.network, once=True)
+    with run.clock("forward_backward"), observed as run.largest_logits:
         loss = forward_backward(
             run.engine,
             microbatches,

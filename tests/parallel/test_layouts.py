@@ -251,6 +251,18 @@ def test_a_lambda_of_tokens_and_heads_is_logged_as_the_mean_of_all_heads(layer, 
     assert series(run(named(name)), metric) == pytest.approx(expected, abs=1e-4)
 
 
+# In these layouts, the first microbatches of all ranks have the sequences of the one process.
+@pytest.mark.parametrize("name", ["v2:tp2", "v2-deep:pp2-interleaved", "gqa:pp2"])
+def test_the_largest_logit_of_every_map_is_logged(name, run, models):
+    layers = 4 if "deep" in name else 2
+    for metric in ("attn/max_logit", "attn/max_noise_logit"):
+        for layer in range(1, layers + 1):
+            expected = series(models / named(name).model, f"{metric}_layer_{layer:02d}")
+            assert len(expected) == 1  # that of the last step
+            found = series(run(named(name)), f"{metric}_layer_{layer:02d}")
+            assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_the_matrix_reaches_every_model_and_size():
     assert {layout.model for layout in LAYOUTS} == set(MODELS)
     assert {layout.ranks for layout in LAYOUTS} == {2, 4, 8}

@@ -1,5 +1,6 @@
 """Reductions of a step's results over ranks: loss, gradient norm, flags and lambda."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,3 +78,29 @@ def lambdas(network: Network, parallel_state: ParallelState) -> dict[str, float]
     distributed.all_gather_object(stages, mine, group=parallel_state.pipeline_group)
     layers = {layer: value for stage in stages for layer, value in stage.items()}
     return {f"attn/lambda_layer_{layer:02d}": layers[layer] for layer in sorted(layers)}
+
+
+def largest_logits(
+    own: Mapping[int, Tensor], num_layers: int, parallel_state: ParallelState
+) -> dict[str, float]:
+    """Return the largest attention logit of each layer as a metric; all ranks must call this.
+
+    ``own`` has the result of ``observed_logits`` on this rank, and is empty on no rank or on all. A
+    name is, for example, ``attn/max_logit_layer_01``, or ``attn/max_noise_logit_layer_01`` for the
+    map that is subtracted. A value is infinite if a logit is not a number.
+    """
+    if not own:
+        return {}
+    whole = torch.full((num_layers, 2), -torch.inf, device=parallel_state.device)
+    for layer, values in own.items():
+        whole[layer - 1, : len(values)] = values
+    # The maximum of NaN and a number depends on the communication library, so replace NaN.
+    whole = whole.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    distributed.all_reduce(whole, op=distributed.ReduceOp.MAX)
+    names = ("attn/max_logit_layer", "attn/max_noise_logit_layer")
+    return {
+        f"{name}_{layer:02d}": value
+        for layer, values in enumerate(whole.tolist(), 1)
+        for name, value in zip(names, values, strict=True)
+        if value > -torch.inf
+    }

@@ -9,24 +9,24 @@ from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.model.layers.self_attention import SelfAttention
 from diffmegatron.parallel.parallel_state import process_groups
-from diffmegatron.training import guard_hook
 from diffmegatron.training.compute.step import summed_loss
-from diffmegatron.training.guard_hook import largest_logits
+from diffmegatron.training.monitoring import attention_logits
+from diffmegatron.training.monitoring.attention_logits import observed_logits
 
 GROUPED = ("model.attention.kind=grouped", "model.attention.signal_per_noise=2")
-# Each kind has overrides of the tiny recipe, and a list with the key head of each query head. The
-# tiny recipe has four differential heads and two key-value heads. In DIFF V1 and grouped attention,
-# each map has its own key heads.
+# Each kind has overrides of the tiny recipe, and lists with the key head and the map of each query
+# head. The tiny recipe has four differential heads and two key-value heads. In DIFF V1 and grouped
+# attention, each map has its own key heads.
 KINDS = {
-    "diff_v1": ((), [0, 0, 1, 1, 2, 2, 3, 3]),
-    "softmax": (("model.baseline=true",), [0, 0, 1, 1, 2, 2, 3, 3]),
-    "diff_v2": (("model.attention.kind=diff_v2",), [0, 0, 0, 0, 1, 1, 1, 1]),
-    "grouped": (GROUPED, [0, 0, 1, 2, 2, 3]),
+    "diff_v1": ((), [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1, 0, 0, 1, 1]),
+    "softmax": (("model.baseline=true",), [0, 0, 1, 1, 2, 2, 3, 3], [0] * 8),
+    "diff_v2": (("model.attention.kind=diff_v2",), [0, 0, 0, 0, 1, 1, 1, 1], [0, 1] * 4),
+    "grouped": (GROUPED, [0, 0, 1, 2, 2, 3], [0, 0, 1, 0, 0, 1]),
 }
 
 
 def every_logit(query, key, documents, meets):
-    """Return the logits of all visible (query, key) pairs of all heads, [number of pairs].
+    """Return the logits of all visible (query, key) pairs, [heads, number of pairs].
 
     Args:
         query: queries [s, b, heads, d].
@@ -38,14 +38,16 @@ def every_logit(query, key, documents, meets):
     assert (heads, key.shape[2]) == (len(meets), max(meets) + 1)
     document = torch.bucketize(torch.arange(length * rows), documents[1:], right=True)
     document = document.view(rows, length)
-    found = []
-    for row in range(rows):
-        for head in range(heads):
+    by_head = []
+    for head in range(heads):
+        found = []
+        for row in range(rows):
             products = query[:, row, head].double() @ key[:, row, meets[head]].double().T
             seen = torch.ones(length, length).tril().bool()
             seen &= document[row][:, None] == document[row][None]
             found.append(products[seen] / math.sqrt(d))
-    return torch.cat(found)
+        by_head.append(torch.cat(found))
+    return torch.stack(by_head)
 
 
 # Boundaries of the documents in two rows of 64 tokens.
@@ -65,33 +67,53 @@ def a_batch(packed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_largest_logit_of_every_layer_is_found(kind, packed, tiny_recipe, monkeypatch):
-    overrides, meets = KINDS[kind]
+def test_the_largest_logit_of_every_map_is_found(kind, packed, tiny_recipe, monkeypatch):
+    overrides, meets, maps = KINDS[kind]
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
-    monkeypatch.setattr(guard_hook, "_QUERIES", 24)
+    monkeypatch.setattr(attention_logits, "_QUERIES", 24)
     kind, expected = type(recipe.model.attention.kinds[0]), {}
     forward = kind.forward
     ends = torch.tensor(ENDS if packed else [0, 64, 128])
 
     def look(kind, layer, context, query, key, *others):
         logits = every_logit(query.transpose(0, 1), key.transpose(0, 1), ends, meets)
-        expected[layer.layer_number] = logits.max().item()
+        expected[layer.layer_number] = [
+            logits[[n for n, each in enumerate(maps) if each == number]].max().item()
+            for number in sorted({*maps})
+        ]
         return forward(kind, layer, context, query, key, *others)
 
     monkeypatch.setattr(kind, "forward", look)
     with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
         network = build_model(recipe, parallel_state).eval()
-        found = largest_logits(network, lambda: summed_loss(network, a_batch(packed)))
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert list(found) == [1, 2] and max(found.values()) > 1
+        with observed_logits(network) as found:
+            summed_loss(network, a_batch(packed))
+    assert list(found) == [1, 2]
+    for layer, values in found.items():
+        assert values.tolist() == pytest.approx(expected[layer], rel=1e-5)
+        assert values.max() > 1
+
+
+def test_one_pass_is_observed_on_request(tiny_recipe):
+    recipe = tiny_recipe("model.initialization.std=0.5")
+    with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
+        network = build_model(recipe, parallel_state).eval()
+        found = []
+        for batches, once in ((1, True), (2, True), (2, False)):
+            with observed_logits(network, once=once) as each:
+                for row in range(batches):
+                    network(torch.arange(row, row + 64)[None])
+            found.append(torch.stack([each[1], each[2]]))
+    assert torch.equal(found[0], found[1])
+    assert (found[2] >= found[1]).all() and not torch.equal(found[2], found[1])
 
 
 def test_observers_are_removed_even_if_the_pass_fails(tiny_recipe):
     recipe = tiny_recipe()
     with process_groups(recipe.parallel, 1) as parallel_state:
         network = build_model(recipe, parallel_state).eval()
-        with pytest.raises(ZeroDivisionError):
-            largest_logits(network, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError), observed_logits(network):
+            raise ZeroDivisionError
     layers = [module for module in network.modules() if isinstance(module, SelfAttention)]
     assert [layer.observer for layer in layers] == [None, None]
 
@@ -107,5 +129,6 @@ def test_a_nan_logit_is_reported(tiny_recipe):
         )
         weight[3] = math.nan
         tokens = torch.zeros(1, 64, dtype=torch.int64)
-        found = largest_logits(network, lambda: network(tokens))
-    assert math.isfinite(found[1]) and math.isnan(found[2])
+        with observed_logits(network) as found:
+            network(tokens)
+    assert found[1].isfinite().all() and found[2].isnan().any()
