@@ -55,6 +55,7 @@ NOT_ENTERED = {
     "doctor.py:_gpus": HARDWARE,
     "doctor.py:_missing": HARDWARE,
     "doctor.py:_communication": HARDWARE,
+    "doctor.py:_has_gpu": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.__post_init__": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.dtype_of": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.is_gpu": HARDWARE,
