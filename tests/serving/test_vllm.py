@@ -15,7 +15,7 @@ from diffmegatron.hf.export_checkpoint import serving_form
 from diffmegatron.hf.write_export import write_export
 from tests.pretrained import random_weights
 from tests.serving import PYTHON, command, environment, interpreter
-from tests.serving.answers import NAMES, NEW_TOKENS, answers, requests
+from tests.serving.answers import LENGTHS, NAMES, NEW_TOKENS, answers, prompts, requests
 from tests.serving.servers import complete, page_command, serving
 
 pytestmark = pytest.mark.skipif(
@@ -147,6 +147,27 @@ def test_an_evaluation_has_the_same_records_in_both_engines(
             for engine in ("transformers", "vllm")
         )
         assert expected and found == close(expected)
+
+
+def test_the_pages_vllm_server_shards_diff_v2_over_two_ranks(folder: Path, both: Any) -> None:
+    command = page_command("vllm", "--tensor-parallel-size")
+    with serving(command, export := folder / "vllm/diff_v2", folder / "vllm serve") as url:
+        choices = complete(
+            url,
+            model=str(export),
+            prompt=prompts(),
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            prompt_logprobs=0,
+            return_token_ids=True,
+        )
+    expected = both[0]["diff_v2"]
+    texts = expected[len(LENGTHS) - 1 :][: len(LENGTHS)]
+    assert [each["token_ids"] for each in choices] == texts
+    # The first prompt has one token, which has no likelihood.
+    for choice, ((losses, _), *_) in zip(choices[1:], expected[: len(LENGTHS) - 1], strict=True):
+        found = [-each["logprob"] for (each,) in map(dict.values, choice["prompt_logprobs"][1:])]
+        assert found == pytest.approx(losses, rel=1e-4, abs=1e-5)
 
 
 def test_the_pages_transformers_server_writes_the_same_text(folder: Path, both: Any) -> None:
