@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 for command in (
     *(jobs.quickstart, jobs.launch, jobs.preflight, jobs.status),
-    *(models.plan, data.prepare, models.train, models.export, models.import_),
+    *(models.plan, models.tune, data.prepare, models.train, models.export, models.import_),
     *(evaluation.evaluate, evaluation.generate, evaluation.compare, models.doctor),
 ):
     app.command(command.__name__.removesuffix("_"))(command)

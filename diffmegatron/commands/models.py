@@ -66,6 +66,44 @@ def plan(
         planning.run_plan(stages, gpus, hardware=hardware, as_json=as_json)
 
 
+def tune(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG...", help="Recipes, then overrides such as parallel.tensor=2"
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write instead of the one in the user's cache"),
+    ] = None,
+) -> None:
+    """Verify and time the kernels of recipes on this machine.
+
+    Training with attention_backend auto then takes the fastest backend that is right here. Use the
+    same launcher as for training to time collectives too.
+
+    Example: diffmegatron tune configs/quickstart.yaml
+    """
+    from diffmegatron.config.load import load_stages
+    from diffmegatron.parallel.launcher import read_launch
+    from diffmegatron.tuning import tune as tuning
+    from diffmegatron.tuning.tables import print_tuned
+
+    overrides = [each for each in recipes if "=" in each]
+    paths = [each for each in recipes if "=" not in each]
+    if not paths:
+        raise UserError("tune has overrides and no recipe; give a recipe such as quickstart.yaml")
+    stages = [
+        tuning.with_document_mask(stage)
+        for path in paths
+        for stage in load_stages(path, overrides, allow_missing_files=True)
+    ]
+    found = tuning.tune(stages, out)
+    if found is not None:
+        print_tuned(found, stages, read_launch().ranks)
+
+
 def train(config: RecipePath, overrides: Overrides = None) -> None:
     """Train a recipe, in one process or under torchrun.
 

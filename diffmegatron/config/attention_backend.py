@@ -28,6 +28,11 @@ PLANNED_LIBRARIES = frozenset({"triton"})
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
+def run_dtype(recipe: RecipeSections) -> str:
+    """Return torch's name of the dtype in which a run computes."""
+    return _DTYPES[recipe.training.precision]
+
+
 def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str) -> Call:
     """Return the properties of a layer's attention call; ``device_type`` is "cuda" or "cpu"."""
     needs = needed_features(
@@ -35,8 +40,7 @@ def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str
         context=recipe.parallel.context,
         communication=choose_context_communication(recipe),
     )
-    dtype = _DTYPES[recipe.training.precision]
-    return Call(kind.operation, device_type, dtype, kind.head_dim, needs)
+    return Call(kind.operation, device_type, run_dtype(recipe), kind.head_dim, needs)
 
 
 def attention_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShape:
@@ -85,7 +89,7 @@ def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShap
     parallel, training = recipe.parallel, recipe.training
     return KernelShape(
         operation="subtraction",
-        dtype=_DTYPES[training.precision],
+        dtype=run_dtype(recipe),
         batch=training.micro_batch_size,
         length=training.seq_length // parallel.context,
         head_dim=kind.head_dim,
@@ -103,7 +107,7 @@ def loss_shape(recipe: RecipeSections) -> KernelShape:
         length = even_chunk(length, training.loss_chunk)
     return KernelShape(
         operation="cross_entropy",
-        dtype=_DTYPES[training.precision],
+        dtype=run_dtype(recipe),
         batch=1,
         length=training.micro_batch_size * length,
         keys=recipe.model.vocab_size // parallel.tensor,
@@ -123,13 +127,14 @@ def layer_backend(
             cannot run with this recipe on this device with these libraries.
     """
     setting, known = recipe.training.attention_backend, BACKENDS[kind.operation]
+    call = attention_call(recipe, kind, device_type)
     if setting != "auto" and setting not in known:
         raise UserError(
             f"training.attention_backend {setting!r} does not compute {OPS[kind.operation]}, which "
             f"the layers of kind {kind.kind!r} need; choose auto or {', '.join(known)}"
         )
     try:
-        return choose_backend(setting, attention_call(recipe, kind, device_type), libraries)
+        return choose_backend(setting, call, libraries)
     except ValueError as error:
         raise UserError(f"training.attention_{error}") from None
 

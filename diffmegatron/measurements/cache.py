@@ -7,29 +7,53 @@ or kernel begins a new file.
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diffmegatron.errors import UserError
-from diffmegatron.files import format_path, os_error_text, read_json, write_durably
-from diffmegatron.measurements.machine import Machine
+from diffmegatron.files import (
+    check_replaceable,
+    create_file,
+    format_path,
+    os_error_text,
+    read_json,
+    write_durably,
+)
+from diffmegatron.measurements.machine import Machine, this_machine
 from diffmegatron.measurements.records import Measurements
 
 log = logging.getLogger(__name__)
 
 _VARIABLE = "DIFFMEGATRON_CACHE"
+_PREFIX = "measurements_"
 _MAX_BYTES = 1 << 24
 
 
 def cache_file(machine: Machine) -> Path:
     """Return the path of a machine's file in the user's cache."""
+    return _folder() / f"{_PREFIX}{machine.digest}.json"
+
+
+def _folder() -> Path:
     if own := os.environ.get(_VARIABLE):
-        folder = Path(own)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "diffmegatron")
-        with suppress(RuntimeError):  # This user has no home folder.
-            folder = folder.expanduser()
-    return folder / f"measurements_{machine.digest}.json"
+        return Path(own)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "diffmegatron")
+    with suppress(RuntimeError):  # This user has no home folder.
+        folder = folder.expanduser()
+    return folder
+
+
+def measurements_here(device_type: str) -> Measurements | None:
+    """Return the cached measurements of this machine for a device type, or None."""
+    try:
+        has_any = any(each.name.startswith(_PREFIX) for each in _folder().iterdir())
+    except OSError:  # Most users have no such folder.
+        return None
+    machine = this_machine() if has_any else None
+    if machine is None or machine.device_type != device_type:
+        return None
+    return cached_measurements(machine)
 
 
 def cached_measurements(machine: Machine) -> Measurements | None:
@@ -63,10 +87,26 @@ def read_measurements(path: Path) -> Measurements:
 
 def write_measurements(path: Path, measurements: Measurements) -> None:
     """Write measurements atomically; create the folder if it is missing."""
-    try:
+    with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, measurements.model_dump_json(indent=1).encode() + b"\n")
-    except OSError as error:
+
+
+def check_writable(path: Path) -> None:
+    """Raise the error that :func:`write_measurements` would raise; an existing file stays."""
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(path)
+        trial = path.with_name(f"{path.name}.tmp")
+        create_file(trial).close()
+        trial.unlink()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character.
         raise UserError(
             f"cannot write the measurements to {format_path(path)}: {os_error_text(error)}; give "
             f"another file with --out, or a folder in the variable {_VARIABLE}"

@@ -16,6 +16,8 @@ Seconds = Annotated[float, Field(gt=0)]
 MeasuredOperation = Op | Literal["cross_entropy"]
 """Operations with several implementations: those of the kernels' registry, and the loss."""
 
+CollectiveOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
 
 class KernelShape(Section):
     """Properties of a call that determine which implementations are right, and how fast they are.
@@ -65,6 +67,8 @@ class TriedBackend(Section):
             are right. None: the implementation did not return results.
         problem: reason why the results are wrong or missing; empty: they are right.
         forward, backward: times of the passes; None without right results.
+        lost_device: whether the backend made the GPU unusable for the process, for example by a
+            wrong address.
     """
 
     backend: str
@@ -72,6 +76,7 @@ class TriedBackend(Section):
     problem: str = ""
     forward: Timing | None = None
     backward: Timing | None = None
+    lost_device: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -138,7 +143,7 @@ class CollectiveMeasurement(Section):
     """
 
     name: str
-    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    operation: CollectiveOperation
     ranks: Size
     nodes: Size
     bytes: CountOrZero

@@ -123,7 +123,7 @@ def estimate_time(
     in_pipeline, at_the_end = _communication(recipe, world_size, stage, accelerator, assumed, each)
     bubble = bubble_share(recipe, microbatches)
     idle = bubble * (compute + in_pipeline)
-    optimizer = _optimizer(recipe, world_size, accelerator, assumed)
+    optimizer = optimizer_seconds(recipe, world_size, accelerator, assumed)
     step = compute + in_pipeline + idle + at_the_end + optimizer
     training = recipe.training
     tokens_per_second = training.tokens_per_step / step
@@ -181,7 +181,7 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     once, backward = _attention_work(recipe)
     pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
     attention = pair * (attention_passes(recipe) * once + backward)
-    elementwise = _elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
+    elementwise = elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
     total = matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise
     weights = layers * layer_weights + _vocabulary(recipe)
     forward = 2 * tokens * weights / (assumed.matmul * gpu.peak_flops)
@@ -226,7 +226,7 @@ def _vocabulary(recipe: Recipe) -> int:
     return recipe.model.vocab_size * recipe.model.hidden_size
 
 
-def _elementwise_bytes(recipe: Recipe) -> float:
+def elementwise_bytes(recipe: Recipe) -> float:
     """Return the bytes of element-wise operations on a rank of the last stage, per microbatch.
 
     Each pass of a layer moves the residual stream about 12 times, SwiGLU's three tensors once, and
@@ -297,7 +297,9 @@ def _last_share(recipe: Recipe) -> float:
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
-def _optimizer(recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions) -> float:
+def optimizer_seconds(
+    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions
+) -> float:
     """Return the seconds of the optimizer's update on the slowest pipeline stage.
 
     Device or host bandwidth limits the update, and the FLOP/s limit Muon's matrix products.

@@ -225,12 +225,7 @@ def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
     data = recipe.data
     if data.reset_attention_mask is not None:
         return recipe
-    conversations = [
-        source.path
-        for source in data.sources
-        if data.packing != "none"
-        and corpus_manifest.read_corpus_manifest(source.path).is_fine_tuning
-    ]
+    conversations = corpus_manifest.packed_conversations(data)
     if conversations and prints:
         print_line(
             f"attention stays within a document, because {', '.join(conversations)} has "

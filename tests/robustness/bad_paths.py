@@ -232,6 +232,7 @@ class Example:
         recipe.write_text(text.replace("steps: 20", "steps: 3"))
         self._paths = {
             "CONFIG": recipe,
+            "CONFIG...": recipe,
             "FILE": made / "cluster.yaml",
             "RUN_DIR": made / "run",
             "PATH": made / "run",

@@ -14,6 +14,7 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "diffmegatron"
 STEP = "test_faults.py and test_mutations.py: steps on simulated GPUs"
 TRAINER = "test_trainer.py: the trainer on a simulated GPU"
+TUNE = "test_trainer.py: tune on a simulated GPU"
 HARDWARE = "a GPU only: it measures or describes the device, or computes values"
 CUDNN = "a GPU only: it calls the library cuDNN"
 
@@ -21,6 +22,7 @@ CUDNN = "a GPU only: it calls the library cuDNN"
 ENTERED = {
     "attention/kernels/registry.py:": STEP + ", which choose from the table of a device",
     "attention/kernels/installed_backends.py:_unusable_reason": STEP,
+    "attention/kernels/installed_backends.py:_chip": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
     "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
@@ -45,8 +47,19 @@ ENTERED = {
     "parallel/deterministic.py:deterministic_algorithms": "test_kinds.py",
     "training/compute/step.py:offloaded_activations": "test_kinds.py",
     "attention/kernels/wrappers/flex.py:_flex_attention": "test_kinds.py",
+    "measurements/machine.py:this_machine": TUNE,
+    "tuning/rates.py:": TUNE,
+    "tuning/timing.py:timed": TUNE,
+    "tuning/timing.py:clear_cache": TUNE,
+    "tuning/timing.py:_buffer": TUNE,
+    "tuning/trials.py:same_numbers": TUNE,
+    "tuning/trials.py:usable_backends": TUNE,
+    "tuning/tune.py:_is_lost": TUNE,
+    "tuning/verification.py:": TUNE,
+    "tuning/verification.py:_check": TUNE,
 }
 NOT_ENTERED = {
+    "tuning/rates.py:_wall_seconds": HARDWARE,
     "config/attention_backend.py:planned_backend": "computes for `plan`, on no device",
     "attention/kernels/installed_backends.py:backend_table": "prints; the CPU's table is tested",
     "attention/kernels/wrappers/cudnn_graphs.py:_handle": CUDNN,

@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(run_dir, corpus) -> list[Recording | SimulationError]:
-    """Train four steps, then resume the run and train to step six."""
+    """Train four steps, resume the run and train to step six, and tune another recipe."""
     recipe = run_dir.parent / "tiny.yaml"
     recipe.write_text(TINY.format(run_dir=run_dir, corpus=corpus))
     text = run_dir.parent / "text.txt"
@@ -42,6 +42,12 @@ def results(run_dir, corpus) -> list[Recording | SimulationError]:
     cases = [
         Case(str(recipe), 1, first, run=RUN),
         Case(str(recipe), 1, (*COMMON, "training.seq_length=400", "training.steps=6"), run=RUN),
+        Case(
+            str(recipe),
+            1,
+            ("training.precision=bf16", "model.attention={kind: diff_v2, head_dim: 64}"),
+            run="tests.simulated_cuda.tuning:run_tune",
+        ),
     ]
     try:
         return try_simulate(cases)
@@ -74,3 +80,13 @@ def test_a_run_leaves_a_profile_with_the_device_memory(results, run_dir):
     traced = {path.name for path in (run_dir / "profile").iterdir()}
     name = "rank_00000.step_00000002"
     assert traced == {f"{name}.memory.pickle", f"{name}.pt.trace.json.gz"}
+
+
+def test_tune_verifies_and_times_every_backend(results):
+    if isinstance(results[2], SimulationError):
+        raise results[2]
+    outcome = results[2].outcome
+    assert outcome["capability"] == "9.0" and outcome["products"] == 15
+    names = {"softmax sdpa", "softmax blocked", "softmax flex", "subtraction pytorch"}
+    assert outcome["problems"].keys() >= names | {"softmax triton", "subtraction triton"}
+    assert not any(outcome["problems"].values())

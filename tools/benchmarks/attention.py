@@ -28,8 +28,9 @@ from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
+from diffmegatron.tuning.timing import timed
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import default_device, describe_machine, timed
+from tools.benchmarks.machine import default_device, describe_machine
 from tools.paths import RESULTS
 
 # Name of the form that computes a Transformer's attention by torch's scaled_dot_product_attention.

@@ -36,7 +36,7 @@ from diffmegatron.parallel.parallel_state import ParallelState, process_groups
 from diffmegatron.training.compute.agreement import agree
 from diffmegatron.training.compute.step import forward_backward
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import describe_machine
+from tools.benchmarks.machine import describe_machine
 
 Step = Callable[[], float]
 

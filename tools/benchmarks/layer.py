@@ -26,8 +26,8 @@ from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.build import build_model
 from diffmegatron.parallel.parallel_state import ParallelState, process_groups
+from diffmegatron.tuning.timing import timed
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import timed
 from tools.paths import RESULTS
 
 BASELINE = "Transformer"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from diffmegatron import prepare
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import describe_machine
+from tools.benchmarks.machine import describe_machine
 
 MODES = ("train", "plain")
 

@@ -33,9 +33,10 @@ from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import triton_attention
 from diffmegatron.attention.kernels.triton.block_sizes import BlockSizes
 from diffmegatron.errors import UserError
+from diffmegatron.tuning.timing import timed
 from tools.benchmarks.compiled_kernels import SHARED_LIMIT, Usage, compile_launches, usage_of
 from tools.benchmarks.json_report import write_json_report
-from tools.benchmarks.timing import describe_machine, timed
+from tools.benchmarks.machine import describe_machine
 from tools.paths import RESULTS
 
 KERNELS = ("forward", "dkdv", "dkdv_one_pass", "dq")

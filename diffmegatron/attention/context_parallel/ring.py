@@ -121,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
             _wait(pending)
             sent = kv_grad if arriving is None else kv_grad + arriving
             arriving = torch.empty_like(sent)
-            pending = _send_and_receive(sent, arriving, ring.group)
+            pending = send_and_receive(sent, arriving, ring.group)
         _wait(pending)
         assert arriving is not None
         dlambda = None
@@ -184,16 +184,22 @@ def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Te
     present = packed_kv.contiguous()
     for hop in range(size - 1):
         following = torch.empty_like(present)
-        pending = _send_and_receive(present, following, group)
+        pending = send_and_receive(present, following, group)
         yield (rank - hop) % size, present
         _wait(pending)
         present = following
     yield (rank + 1) % size, present
 
 
-def _send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
-    """Start to send to the next rank of the ring, and to receive from the previous rank."""
+def send_and_receive(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> list[Work]:
+    """Start to send to the next rank of the ring, and to receive from the previous rank.
+
+    In a ring of one rank, ``incoming`` becomes a copy of ``outgoing``.
+    """
     size, rank = group.size(), group.rank()
+    if size == 1:
+        incoming.copy_(outgoing)
+        return []
     following, previous = (
         distributed.get_global_rank(group, (rank + step) % size) for step in (1, -1)
     )

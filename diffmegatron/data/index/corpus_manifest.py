@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.data.index.index_file import IndexHeader, read_header
 from diffmegatron.errors import UserError
 from diffmegatron.files import (
@@ -161,6 +162,15 @@ def read_corpus_manifest(prefix: str | Path) -> CorpusManifest:
         )
     manifest: CorpusManifest = read_json(path, CorpusManifest)
     return manifest
+
+
+def packed_conversations(data: DataConfig) -> list[str]:
+    """Return the paths of sources with conversations, if a sequence can have several documents."""
+    return [
+        source.path
+        for source in data.sources
+        if data.packing != "none" and read_corpus_manifest(source.path).is_fine_tuning
+    ]
 
 
 def hash_file(path: Path, before: int = 0, after: int = 0) -> str:

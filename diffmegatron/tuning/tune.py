@@ -1,0 +1,238 @@
+"""Verify and time the kernels of recipes on this machine, and store the measurements."""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+
+from diffmegatron.config.attention_backend import attention_shape, subtraction_shape
+from diffmegatron.config.schema import Recipe
+from diffmegatron.data.index.corpus_manifest import packed_conversations
+from diffmegatron.errors import UserError
+from diffmegatron.measurements.cache import (
+    cache_file,
+    cached_measurements,
+    check_writable,
+    write_measurements,
+)
+from diffmegatron.measurements.machine import this_machine
+from diffmegatron.measurements.records import (
+    CollectiveMeasurement,
+    KernelMeasurement,
+    KernelShape,
+    Measurements,
+    TriedBackend,
+)
+from diffmegatron.model.accounting.parameters import counted_kinds
+from diffmegatron.parallel.default_group import default_group, own_device
+from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.training.monitoring.progress import print_line
+from diffmegatron.tuning.rates import measure_collectives, measure_memory, measure_products
+from diffmegatron.tuning.timing import passes, time_in_turn
+from diffmegatron.tuning.trials import usable_backends
+from diffmegatron.tuning.verification import Check, checks_of, verify
+
+log = logging.getLogger(__name__)
+
+# Seconds of repeated calls: of each shape, of all matrix products, and of the copy in memory.
+_KERNEL_SECONDS, _PRODUCT_SECONDS, _COPY_SECONDS = 2.0, 3.0, 0.5
+
+
+class Tuned(NamedTuple):
+    """Measurements of recipes, and their file; None if the user's cache cannot be written."""
+
+    measurements: Measurements
+    path: Path | None
+
+
+def tune(recipes: Sequence[Recipe], out: Path | None = None) -> Tuned | None:
+    """Measure the kernels of recipes, and add the measurements to this machine's file.
+
+    Rank 0 verifies and times kernels, products and memory. All ranks time the collectives of the
+    recipes whose layout fits them. Every rank must call this function.
+
+    Args:
+        out: file to write in place of the one in the user's cache.
+
+    Returns:
+        The measurements on rank 0, and None on the other ranks.
+
+    Raises:
+        UserError: ``out`` cannot be written, or a kernel has made the GPU unusable for this
+            process. If the user's cache cannot be written, a warning says so instead.
+    """
+    launch = read_launch()
+    with default_group() if launch.ranks > 1 else nullcontext():
+        collectives = _measure_between_ranks(recipes) if launch.ranks > 1 else []
+        found = None
+        if launch.rank == 0:
+            found = _measure_on_one_rank(recipes, collectives, out)
+        if launch.ranks > 1:
+            distributed.barrier()
+    return found
+
+
+def with_document_mask(recipe: Recipe) -> Recipe:
+    """Return the recipe with ``data.reset_attention_mask`` as a run decides it.
+
+    Sources that are not on this machine are assumed to have no conversations.
+    """
+    data = recipe.data
+    if data.reset_attention_mask is not None:
+        return recipe
+    try:
+        is_reset = bool(packed_conversations(data))
+    except UserError:
+        is_reset = False
+    decided = data.model_copy(update={"reset_attention_mask": is_reset})
+    return recipe.model_copy(update={"data": decided})
+
+
+def kernel_shapes(recipe: Recipe) -> list[KernelShape]:
+    """Return the different shapes of a recipe's attention and subtraction on one rank."""
+    kinds = [kind for kind, _ in counted_kinds(recipe.model)]
+    shapes = [each(recipe, kind) for kind in kinds for each in (attention_shape, subtraction_shape)]
+    return list(dict.fromkeys(shape for shape in shapes if shape is not None))
+
+
+def _measure_on_one_rank(
+    recipes: Sequence[Recipe], collectives: Sequence[CollectiveMeasurement], out: Path | None
+) -> Tuned:
+    machine, device = this_machine(), own_device()
+    path = cache_file(machine) if out is None else out
+    found = cached_measurements(machine) or Measurements(machine=machine)
+    found = found.updated(Measurements(machine=machine, collectives=tuple(collectives)))
+    if out is not None:
+        check_writable(out)  # Report a wrong path before the work.
+    progress = _Progress()
+    for shape in dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe)):
+        progress.print(describe_shape(shape))
+        measured = measure_kernel(shape, device, found.of_shape(shape))
+        found = found.updated(Measurements(machine=machine, kernels=(measured,)))
+        if lost := next((each for each in measured.candidates if each.lost_device), None):
+            _write(found, path, out)
+            raise UserError(
+                f"backend {lost.backend} has made the GPU unusable for this process "
+                f"({lost.problem}); it is left out from now on, so run the same command again"
+            )
+    for recipe in recipes:
+        progress.print(f"matrix products of {recipe.run_dir}")
+        products = tuple(measure_products(recipe, device, _PRODUCT_SECONDS))
+        found = found.updated(Measurements(machine=machine, products=products))
+    progress.print("memory")
+    memory = measure_memory(device, _COPY_SECONDS)
+    found = found.updated(Measurements(machine=machine, memory=memory))
+    return Tuned(found, _write(found, path, out))
+
+
+def _write(found: Measurements, path: Path, out: Path | None) -> Path | None:
+    try:
+        write_measurements(path, found)
+    except UserError as error:
+        if out is not None:
+            raise
+        log.warning("%s", error)
+        return None
+    return path
+
+
+def measure_kernel(
+    shape: KernelShape, device: torch.device, known: KernelMeasurement | None = None
+) -> KernelMeasurement:
+    """Verify all backends that can compute a shape, and time those that are right.
+
+    ``known`` is an earlier measurement. Its backends that made the GPU unusable are not run again.
+    """
+    checks = checks_of(shape, device)
+    before = {} if known is None else {each.backend: each for each in known.candidates}
+    tried: dict[str, TriedBackend] = {}
+    for name in usable_backends(shape, device):
+        if name in before and before[name].lost_device:
+            tried[name] = before[name]
+            continue
+        error, problem = verify(name, checks)
+        is_lost = bool(problem) and _is_lost(device)
+        tried[name] = TriedBackend(backend=name, error=error, problem=problem, lost_device=is_lost)
+        if is_lost:
+            break
+    else:
+        tried |= _timed(tried, checks[0])
+    return KernelMeasurement(
+        shape=shape,
+        candidates=tuple(tried.values()),
+        measured_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def _timed(tried: dict[str, TriedBackend], check: Check) -> dict[str, TriedBackend]:
+    """Return the right backends with their times."""
+    right = [name for name, each in tried.items() if not each.problem]
+    samples = {name: passes(check.trial, name, check.grad) for name in right}
+    times = time_in_turn(samples, _KERNEL_SECONDS) if right else {}
+    return {
+        name: tried[name].model_copy(update={"forward": forward, "backward": backward})
+        for name, (forward, backward) in times.items()
+    }
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether CUDA refuses all further work of this process, as after a wrong address."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _measure_between_ranks(recipes: Sequence[Recipe]) -> list[CollectiveMeasurement]:
+    from diffmegatron.parallel.parallel_state import process_groups
+
+    ranks = distributed.get_world_size()
+    hosts: list[str] = [""] * ranks
+    distributed.all_gather_object(hosts, os.uname().nodename)
+    found = []
+    for recipe in recipes:
+        try:
+            recipe.check_ranks(ranks)
+        except UserError as error:
+            if distributed.get_rank() == 0:
+                log.warning("the collectives of %s are not timed: %s", recipe.run_dir, error)
+            continue
+        with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
+            found += measure_collectives(recipe, parallel_state, len({*hosts}))
+    return found
+
+
+def describe_shape(shape: KernelShape) -> str:
+    """Return a shape in words, such as "differential: 8 x 256 tokens, 2 + 2 heads of 16, ..."."""
+    heads = f"{shape.signal_heads}"
+    heads += f" + {shape.noise_heads}" if shape.noise_heads else ""
+    words = [f"{shape.batch} x {shape.length} tokens", f"{heads} heads of {shape.head_dim}"]
+    if shape.kv_heads:
+        words.append(f"{shape.kv_heads} key-value heads")
+    if shape.keys > shape.length:
+        words.append(f"{shape.keys} keys")
+    words += [shape.dtype, *shape.features]
+    if shape.is_deterministic:
+        words.append("deterministic")
+    return f"{shape.operation}: {', '.join(words)}"
+
+
+class _Progress:
+    """Lines with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def print(self, text: str) -> None:
+        print_line(f"{time.perf_counter() - self._start:5.0f} s  {text}")

@@ -1,0 +1,204 @@
+"""``tune``: which backends it finds right, what it stores, and what it prints."""
+
+import json
+
+import pytest
+import torch
+
+from diffmegatron.attention.kernels.installed_backends import installed_backend
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.errors import UserError
+from diffmegatron.measurements.cache import cache_file, cached_measurements
+from diffmegatron.measurements.machine import this_machine
+from diffmegatron.measurements.records import KernelShape, TriedBackend
+from diffmegatron.tuning import tune as tuning
+from diffmegatron.tuning.tables import print_tuned
+from diffmegatron.tuning.verification import checks_of, verify
+from tests.permissions import without_roots_power
+from tests.unit.tuning.backends import FUNCTIONS, stand_in
+
+CPU = torch.device("cpu")
+SHAPE = KernelShape(
+    operation="differential",
+    dtype="float32",
+    batch=2,
+    length=64,
+    keys=64,
+    head_dim=8,
+    signal_heads=4,
+    noise_heads=2,
+    kv_heads=2,
+    has_norm=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch, tmp_path):
+    """Measure for a short time, and store in a new folder."""
+    for name in ("_KERNEL_SECONDS", "_PRODUCT_SECONDS", "_COPY_SECONDS"):
+        monkeypatch.setattr(tuning, name, 0.0)
+    monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path / "cache"))
+    yield
+    installed_backend.cache_clear()
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Return a function that adds stand-ins to the backends of differential attention."""
+
+    def add(*names: str) -> None:
+        for name in names:
+            monkeypatch.setitem(DIFFERENTIAL, name, stand_in(name))
+
+    return add
+
+
+def shapes() -> list[KernelShape]:
+    """Return shapes with every feature, and both dtypes."""
+    one = {"noise_heads": 0, "has_norm": False, "operation": "softmax"}
+    packed = {"batch": 1, "length": 128, "keys": 128, "features": ("documents",)}
+    ring = {"length": 32, "keys": 32}
+    masked = ("chunks", "documents", "masked chunks", "offsets")
+    subtraction = {"operation": "subtraction", "keys": 0, "kv_heads": 0, "has_norm": False}
+    changes = [
+        {},
+        {"dtype": "bfloat16"},
+        one,
+        one | {"dtype": "bfloat16"},
+        {"noise_heads": 4, "has_norm": False},
+        packed,
+        one | packed,
+        ring | {"features": ("chunks",)},
+        one | ring | {"features": ("chunks",)},
+        ring | {"batch": 1, "features": masked},
+        {"length": 16},
+        {"length": 16, "batch": 1, "features": ("documents", "offsets")},
+        subtraction,
+        {"is_deterministic": True},
+    ]
+    return [SHAPE.model_copy(update=each) for each in changes]
+
+
+@pytest.mark.parametrize("shape", shapes(), ids=tuning.describe_shape)
+def test_every_backend_of_a_cpu_is_right(shape):
+    checks = checks_of(shape, CPU)
+    names = tuning.usable_backends(shape, CPU)
+    assert len(names) >= (1 if shape.operation == "subtraction" else 2)
+    assert {name: verify(name, checks).problem for name in names} == dict.fromkeys(names, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("wrong_in_one_gradient", "the gradient of k2 has "),
+        ("wrong_in_one_row", "the result has "),
+        ("wrong_at_a_length", "the result has "),
+        ("wrong_off_the_block_size", "(length 61)"),
+        ("wrong_with_large_logits", "(large logits)"),
+        ("wrong_in_its_second_call", "times the allowed error in call 2"),
+        ("not_a_number", "the result has inf times the allowed error"),
+        ("fails", "RuntimeError: no kernel image is available"),
+    ],
+)
+def test_a_wrong_backend_is_named_with_its_error(name, problem, register):
+    register(name)
+    error, found = verify(name, checks_of(SHAPE, CPU))
+    assert problem in found and "\n" not in found
+    assert (error is None) == (name in ("fails", "not_a_number")) and (error is None or error > 1)
+
+
+def test_part_of_a_large_shape_is_compared(monkeypatch, register):
+    from diffmegatron.tuning import verification
+
+    monkeypatch.setitem(verification._MOST_WORK, "cpu", 0)
+    checks = checks_of(SHAPE, CPU)
+    assert all(each.is_part for each in checks)
+    assert verify("blocked", checks).problem == ""
+    register("wrong_in_one_gradient", "wrong_in_one_row")
+    for name in ("wrong_in_one_gradient", "wrong_in_one_row"):
+        assert verify(name, checks).problem
+
+
+def test_other_bits_are_wrong_if_the_run_is_deterministic(register, monkeypatch):
+    shape = SHAPE.model_copy(update={"is_deterministic": True})
+    calls = iter(range(100))
+
+    def one_bit(call):
+        out = FUNCTIONS_OF_BLOCKED(call)
+        return torch.nextafter(out, out + 1) if next(calls) == 15 else out
+
+    from diffmegatron.attention.kernels.pytorch.blocked import attend as FUNCTIONS_OF_BLOCKED
+
+    monkeypatch.setitem(FUNCTIONS, "slow", one_bit)
+    register("slow")
+    problem = verify("slow", checks_of(shape, CPU)).problem
+    assert problem.startswith("the result has other bits in call ")
+
+
+def test_the_fastest_right_backend_is_chosen(register):
+    register("slow", *(name for name in FUNCTIONS if name.startswith("wrong")))
+    measured = tuning.measure_kernel(SHAPE, CPU)
+    by_name = {each.backend: each for each in measured.candidates}
+    assert all(by_name[name].problem for name in by_name if name.startswith("wrong"))
+    assert all(by_name[name].seconds is None for name in by_name if name.startswith("wrong"))
+    assert by_name["slow"].problem == "" and by_name["slow"].forward.median >= 0.02
+    assert measured.fastest is not None
+    assert measured.fastest.backend in ("reference", "blocked", "sdpa_4call")
+
+
+def test_a_backend_that_lost_the_gpu_is_not_run_again(monkeypatch, register):
+    register("fails")
+    monkeypatch.setattr(tuning, "_is_lost", lambda device: True)
+    first = tuning.measure_kernel(SHAPE, CPU)
+    assert first.candidates[-1].lost_device and first.fastest is None
+    monkeypatch.setattr(tuning, "_is_lost", lambda device: False)
+    register("slow")
+    again = tuning.measure_kernel(SHAPE, CPU, first)
+    assert first.candidates[-1] in again.candidates and again.fastest is not None
+
+
+def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_path, capsys):
+    recipe = tuning.with_document_mask(tiny_recipe())
+    other = tuning.with_document_mask(
+        tiny_recipe("model.attention={kind: diff_v2, num_heads: 4, num_kv_heads: 2, head_dim: 16}")
+    )
+    first = tuning.tune([recipe])
+    assert first is not None and first.path == cache_file(this_machine())
+    assert cached_measurements(this_machine()) == first.measurements
+    both = tuning.tune([other])
+    assert both is not None and cached_measurements(this_machine()) == both.measurements
+    assert {each.shape.operation for each in both.measurements.kernels} == {
+        *("differential", "softmax", "subtraction")
+    }
+    print_tuned(both, [recipe, other], ranks=1)
+    printed = capsys.readouterr().out
+    assert printed.count(" s  ") >= 5, "a line for each shape, products and memory"
+    assert printed.count("1.00") >= 3 and "sdpa_4call" in printed
+    assert printed.count("the computation of a step on one of 1 ranks takes") == 2
+    out = tmp_path / "a.json"
+    tuning.tune([other], out)
+    assert json.loads(out.read_text())["machine"]["kernels"] == this_machine().kernels
+
+
+def test_a_damaged_file_is_replaced_and_a_folder_without_permission_reported(
+    tiny_recipe, tmp_path, caplog
+):
+    recipe = tuning.with_document_mask(tiny_recipe())
+    path = cache_file(this_machine())
+    path.parent.mkdir()
+    path.write_text("{")
+    found = tuning.tune([recipe])
+    assert "is damaged and cannot be used" in caplog.text
+    assert found is not None and cached_measurements(this_machine()) == found.measurements
+    path.unlink()
+    path.parent.chmod(0o500)
+    with without_roots_power():
+        found = tuning.tune([recipe])
+        assert found is not None and found.path is None and found.measurements.kernels
+        assert "cannot write the measurements" in caplog.text
+        with pytest.raises(UserError, match="cannot write the measurements"):
+            tuning.tune([recipe], path)
+
+
+def test_a_tried_backend_without_times_has_no_seconds():
+    assert TriedBackend(backend="sdpa").seconds is None
