@@ -26,7 +26,11 @@ def plan(
         int | None, typer.Option(help="Number of ranks; default: the fewest that fill the layout")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="GPU to estimate for, such as A100, H100 or H200")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="GPU to estimate for, such as A100, H100 or H200, or its measurements (.json)",
+        ),
     ] = "H100",
     search: Annotated[
         int | None,

@@ -56,6 +56,20 @@ def measurements_here(device_type: str) -> Measurements | None:
     return cached_measurements(machine)
 
 
+def cached_gpus() -> list[Measurements]:
+    """Return the measurements of GPUs in the user's cache, oldest first, without damaged files.
+
+    A file may belong to a GPU, driver or library that this machine does not have any more.
+    """
+    found = []
+    with suppress(OSError):
+        files = _folder().glob(f"{_PREFIX}*.json")
+        for path in sorted(files, key=lambda path: path.stat().st_mtime):
+            with suppress(UserError):
+                found.append(read_measurements(path))
+    return [each for each in found if each.machine.device_type == "cuda"]
+
+
 def cached_measurements(machine: Machine) -> Measurements | None:
     """Return the measurements of this machine in the user's cache, or None.
 

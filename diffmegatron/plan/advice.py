@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import export_problem
-from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.hardware import ACCELERATORS, GPUS_PER_NODE
 from diffmegatron.model.accounting.memory import StageMemory, peak_memory
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, RankLayout, ranks_in_words
-from diffmegatron.plan.timing import GPUS_PER_NODE
 
 
 def warnings(

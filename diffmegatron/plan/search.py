@@ -14,20 +14,21 @@ from rich.table import Table
 from diffmegatron.config.divisibility import check_ranks
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
-from diffmegatron.model.accounting.hardware import ACCELERATORS
+from diffmegatron.model.accounting.hardware import GPUS_PER_NODE
 from diffmegatron.model.accounting.memory import peak_memory
 from diffmegatron.plan.rank_layout import GIB, USABLE_SHARE, RankLayout, ranks_in_words
-from diffmegatron.plan.summary import check_hardware, check_recipe_vocabulary
+from diffmegatron.plan.rates import Hardware, find_hardware, sentences
+from diffmegatron.plan.summary import check_recipe_vocabulary
 from diffmegatron.plan.tables import duration, print_assumptions
-from diffmegatron.plan.timing import GPUS_PER_NODE, Assumptions, TimeEstimate, estimate_time
+from diffmegatron.plan.timing import TimeEstimate, estimate_time
 from diffmegatron.section import divisors
 from diffmegatron.validation import validated
 
 # Number of printed layouts.
 SHOWN = 10
-# Estimated steps that differ by at most this share of the shortest are ties. No GPU has confirmed
-# the model of times, whose assumed efficiencies are round numbers.
-TIE = 0.1
+# Estimated steps that differ by at most this share of the shortest are ties: if the computation has
+# assumed rates, which are round numbers, and if its rates are measured.
+TIE, MEASURED_TIE = 0.1, 0.03
 # Sizes that the search tries. MOST_STAGES limits the pipeline size.
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8, 16)
@@ -66,12 +67,12 @@ def search(recipe: Recipe, world_size: int, hardware: str) -> list[Candidate]:
         UserError: no layout fits.
     """
     check_ranks(world_size)
-    check_hardware(hardware)
+    found = find_hardware(hardware)
     check_recipe_vocabulary(recipe)
-    available = int(USABLE_SHARE * ACCELERATORS[hardware].memory_gib * GIB)
-    fitting, nearest = _fitting(recipe, world_size, hardware, available)
+    available = int(USABLE_SHARE * found.gpu.memory_gib * GIB)
+    fitting, nearest = _fitting(recipe, world_size, found, available)
     if not fitting:
-        raise UserError(_failure(recipe, world_size, hardware, available, nearest))
+        raise UserError(_failure(recipe, world_size, found, available, nearest))
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in sorted(fitting, key=lambda each: (each.time.step, each.peak)):
         layout = candidate.layout
@@ -95,9 +96,9 @@ def print_search(
     hardware: str,
     console: Console,
 ) -> None:
-    """Print the fastest candidates as a table, their overrides, and the assumptions."""
-    shown = candidates[:SHOWN]
-    title = f"{ranks_in_words(world_size)} of {hardware}: {len(candidates)} layouts fit"
+    """Print the fastest candidates as a table, their overrides, and the rates."""
+    shown, found = candidates[:SHOWN], find_hardware(hardware)
+    title = f"{ranks_in_words(world_size)} of {found.name}: {len(candidates)} layouts fit"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("", "TP", "CP", "PP", "DP", "ZeRO", "redo", "batch", "GiB", "step", "MFU")
     for name in (*columns, "tok/s", "the run"):
@@ -109,8 +110,8 @@ def print_search(
     console.print(
         "TP, CP, PP, DP: tensor, context, pipeline and data parallel; PP 4x2: two virtual"
         " stages per rank; redo: recompute; tok/s: tokens per second and GPU; =: a tie, because the"
-        f" estimated step is at most {TIE:.0%} above the shortest, and no GPU has confirmed the"
-        " estimates",
+        f" estimated step is at most {_tie(shown[0]):.0%} above the shortest, with"
+        f" {shown[0].time.origins['step']} rates",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -119,13 +120,18 @@ def print_search(
     for number, candidate in enumerate(shown, 1):
         line = " ".join(candidate.overrides) or "(the recipe as it is)"
         console.print(f"{number:3d}  {line}", highlight=False, soft_wrap=True)
-    print_assumptions(Assumptions().sentences(recipe, hardware, ACCELERATORS[hardware]), console)
+    print_assumptions(sentences(found.with_backend(recipe), found), console)
 
 
 def number_of_ties(candidates: Sequence[Candidate]) -> int:
     """Return how many of the fastest candidates have nearly the same estimated step."""
-    longest = (1 + TIE) * candidates[0].time.step
+    longest = (1 + _tie(candidates[0])) * candidates[0].time.step
     return sum(each.time.step <= longest for each in candidates)
+
+
+def _tie(candidate: Candidate) -> float:
+    """Return the share by which steps may differ from the shortest one and still tie with it."""
+    return MEASURED_TIE if candidate.time.origins["compute"] == "measured" else TIE
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
@@ -148,7 +154,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _fitting(
-    recipe: Recipe, world_size: int, hardware: str, available: int
+    recipe: Recipe, world_size: int, hardware: Hardware, available: int
 ) -> tuple[list[Candidate], tuple[int, Recipe] | None]:
     """Return the layouts that fit into ``available`` bytes, and the one that exceeds them least.
 
@@ -158,14 +164,14 @@ def _fitting(
     nearest: tuple[int, Recipe] | None = None
     for layout in _layouts(recipe, world_size):
         # Micro-batch sizes increase, so stop at the first that does not fit.
-        for changes, changed in _valid(recipe, layout, world_size):
+        for changes, valid in _valid(recipe, layout, world_size):
+            changed = hardware.with_backend(valid)
             peak = peak_memory(changed, world_size)
             if peak > available:
                 if nearest is None or peak < nearest[0]:
                     nearest = (peak, changed)
                 break
-            gpu = ACCELERATORS[hardware]
-            time = estimate_time(changed, world_size, hardware, gpu, Assumptions())
+            time = estimate_time(changed, world_size, hardware)
             overrides = _overrides(recipe, changes)
             fitting.append(Candidate(overrides, RankLayout.of(changed, world_size), peak, time))
     return fitting, nearest
@@ -240,7 +246,7 @@ def _overrides(recipe: Recipe, changes: Changes) -> tuple[str, ...]:
 def _failure(
     recipe: Recipe,
     world_size: int,
-    hardware: str,
+    hardware: Hardware,
     available: int,
     nearest: tuple[int, Recipe] | None,
 ) -> str:
@@ -251,8 +257,8 @@ def _failure(
     peak, changed = nearest
     layout = RankLayout.of(changed, world_size)
     sentence = (
-        f"no layout of {ranks_in_words(world_size)} fits {USABLE_SHARE:.0%} of {hardware}'s "
-        f"{ACCELERATORS[hardware].memory_gib:g} GiB; the nearest, tensor {layout.tensor} x "
+        f"no layout of {ranks_in_words(world_size)} fits {USABLE_SHARE:.0%} of {hardware.name}'s "
+        f"{hardware.gpu.memory_gib:g} GiB; the nearest, tensor {layout.tensor} x "
         f"context {layout.context} x pipeline {layout.pipeline} with ZeRO {layout.zero_stage} "
         f"and recompute {layout.recompute.split(',')[0]}, lacks {(peak - available) / GIB:.1f} GiB"
     )

@@ -7,11 +7,9 @@ from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
-from diffmegatron.files import shorten
 from diffmegatron.hf.kinds import exported_class
 from diffmegatron.model.accounting.activations import BYTES
 from diffmegatron.model.accounting.flops import Flops, count_flops, frozen_matrices
-from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.model.accounting.memory import StageMemory, memory_by_stage
 from diffmegatron.model.accounting.parameters import (
     Parameters,
@@ -21,7 +19,8 @@ from diffmegatron.model.accounting.parameters import (
 )
 from diffmegatron.plan.advice import warnings
 from diffmegatron.plan.rank_layout import RankLayout
-from diffmegatron.plan.timing import Assumptions, TimeEstimate, estimate_time
+from diffmegatron.plan.rates import find_hardware, sentences
+from diffmegatron.plan.timing import TimeEstimate, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic
 
 DEFAULT_HARDWARE = "H100"
@@ -43,7 +42,7 @@ class Plan:
         memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
         time: estimated time of a step and of the run.
-        assumptions: sentences about the assumptions of ``time``.
+        assumptions: sentences about the measured and assumed rates of ``time``.
         warnings: sentences of :func:`diffmegatron.plan.advice.warnings`.
     """
 
@@ -107,15 +106,16 @@ def plan_recipe(
 
     Args:
         world_size: number of ranks; None for the smallest number that fits the layout.
-        hardware: name of a GPU in ``ACCELERATORS``.
+        hardware: name of a GPU in ``ACCELERATORS``, or path of a file of measurements.
 
     Raises:
         UserError: ``hardware`` is unknown, the layout does not fit ``world_size``, or the
             vocabulary is too small for the tokenizer.
     """
-    model, training = recipe.model, recipe.training
-    check_hardware(hardware)
+    found = find_hardware(hardware)
     check_recipe_vocabulary(recipe)
+    recipe = found.with_backend(recipe)
+    model, training = recipe.model, recipe.training
     ranks = world_size if world_size is not None else recipe.parallel.model_ranks
     layout = RankLayout.of(recipe, ranks)
     memory = memory_by_stage(recipe, ranks)
@@ -123,7 +123,6 @@ def plan_recipe(
     baseline = model.model_copy(update={"attention": attention.baseline()})
     element = BYTES[training.precision]
     costs = [(count, costs_of(kind)) for kind, count in counted_kinds(model)]
-    assumed = Assumptions()
     return Plan(
         run_dir=recipe.run_dir,
         attention=attention.kind,
@@ -145,18 +144,10 @@ def plan_recipe(
         flops_per_token=count_flops(model, training.seq_length, frozen_matrices(recipe)),
         memory=memory,
         traffic=count_traffic(recipe, ranks),
-        time=estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], assumed),
-        assumptions=assumed.sentences(recipe, hardware, ACCELERATORS[hardware]),
-        warnings=warnings(recipe, layout, memory, hardware),
+        time=estimate_time(recipe, ranks, found),
+        assumptions=sentences(recipe, found),
+        warnings=warnings(recipe, layout, memory, found.name),
     )
-
-
-def check_hardware(name: str) -> None:
-    """Raise a UserError if ``name`` is not in ``ACCELERATORS``."""
-    if name not in ACCELERATORS:
-        raise UserError(
-            f"hardware {shorten(name)!r} is unknown; give one of {', '.join(ACCELERATORS)}"
-        )
 
 
 def check_recipe_vocabulary(recipe: Recipe) -> None:

@@ -1,6 +1,6 @@
 """Tables of a plan for the terminal, at most 80 columns wide."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -71,8 +71,8 @@ def _same(plan: Plan, previous: Plan) -> list[str]:
 
 
 def print_assumptions(assumptions: Iterable[str], console: Console) -> None:
-    """Print the assumptions of the estimated times."""
-    console.print("Times are an estimate, and assume:", style="dim", highlight=False)
+    """Print the rates and assumptions of the estimated times."""
+    console.print("Times are an estimate, with:", style="dim", highlight=False)
     for assumption in assumptions:
         console.print(f"  - {assumption}", style="dim", highlight=False)
 
@@ -184,13 +184,14 @@ def _figure(value: float) -> str:
 def _time_table(plan: Plan) -> Table:
     time = plan.time
     rows = [
-        ("computing, recomputation included", _seconds(time.compute)),
+        ("compute", "computing, recomputation included", time.compute),
         (
+            "communication",
             f"communication not overlapped ({time.collectives:,} collectives)",
-            _seconds(time.communication),
+            time.communication,
         ),
-        (f"pipeline bubble ({time.bubble:.1%})", _seconds(time.idle)),
-        ("optimizer", _seconds(time.optimizer)),
+        ("idle", f"pipeline bubble ({time.bubble:.1%})", time.idle),
+        ("optimizer", "optimizer", time.optimizer),
     ]
     totals = [
         ("step", _seconds(time.step)),
@@ -198,18 +199,23 @@ def _time_table(plan: Plan) -> Table:
         ("model FLOPs utilization", f"{time.utilization:.0%}"),
         ("the run", duration(time.days)),
     ]
-    return _table(f"Time on {time.hardware} (estimate)", ("per step", ""), rows, totals)
+    columns = ("per step", "", "rates")
+    title = f"Time on {time.hardware} (estimate)"
+    parts = [(name, _seconds(value), time.origins[part]) for part, name, value in rows]
+    return _table(title, columns, parts, [(*each, time.origins["step"]) for each in totals])
 
 
 def _table(
     title: str,
-    columns: tuple[str, str],
-    rows: Iterable[tuple[str, str]],
-    totals: Iterable[tuple[str, str]] = (),
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    totals: Iterable[Sequence[str]] = (),
 ) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(columns))
     table.add_column(columns[0])
     table.add_column(columns[1], justify="right")
+    for name in columns[2:]:
+        table.add_column(name)
     for row in rows:
         table.add_row(*row)
     table.add_section()

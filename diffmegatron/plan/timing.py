@@ -1,11 +1,11 @@
 """Estimate of the time of a training step by a roofline model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import BACKENDS
-from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import muon
@@ -20,10 +20,11 @@ from diffmegatron.model.accounting.flops import (
     count_flops,
     frozen_matrices,
 )
-from diffmegatron.model.accounting.hardware import Accelerator
+from diffmegatron.model.accounting.hardware import GPUS_PER_NODE, Accelerator
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET, largest_trained, trained_parameters
 from diffmegatron.model.accounting.mfu import model_flops_utilization
 from diffmegatron.model.accounting.parameters import counted_kinds
+from diffmegatron.plan.rates import Hardware, Rates, origin
 from diffmegatron.plan.traffic import (
     attention_passes,
     busiest_stage,
@@ -31,48 +32,6 @@ from diffmegatron.plan.traffic import (
     stage_collectives,
     stage_traffic,
 )
-
-# Assumed number of GPUs in a node.
-GPUS_PER_NODE = 8
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Assumed efficiencies, bandwidths and latency, which data sheets do not contain.
-
-    Attributes:
-        matmul: fraction of peak FLOP/s that matrix products reach.
-        attention: fraction of peak FLOP/s that attention kernels reach.
-        memory: fraction of memory bandwidth that element-wise operations and the optimizer reach.
-        network: bandwidth between nodes in bytes/s per GPU and direction (400 Gb/s).
-        links: fraction of the bandwidth, within and between nodes, that collectives reach.
-        latency: seconds that each collective takes in addition to the time of its bytes.
-        host: bandwidth of host memory in bytes/s per GPU.
-    """
-
-    matmul: float = 0.6
-    attention: float = 0.4
-    memory: float = 0.8
-    network: float = 50e9
-    links: float = 0.7
-    latency: float = 20e-6
-    host: float = 25e9
-
-    def sentences(self, recipe: Recipe, hardware: str, gpu: Accelerator) -> tuple[str, ...]:
-        """Return the assumptions in words; most first runs do not reach the optimistic ones."""
-        return (
-            f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware}; matrix "
-            f"products reach {self.matmul:.0%}, attention {self.attention:.0%} (optimistic)",
-            *(_attention_in_words(recipe, kind) for kind, _ in counted_kinds(recipe.model)),
-            "MFU: model FLOPs over that peak; recomputation takes time but does not count",
-            f"memory: {self.memory:.0%} of its bandwidth; {self.host / 1e9:g} GB/s to the host",
-            f"network: nodes of {GPUS_PER_NODE}, {self.network / 1e9:g} GB/s per GPU between them; "
-            f"collectives reach {self.links:.0%} of links and network (optimistic)",
-            f"latency: {1e6 * self.latency:g} µs for each collective or message of a pipeline",
-            "overlap: ring attention's communication with attention, and without pipeline the sum "
-            "of ZeRO 1's gradients with the last microbatch's backward pass",
-            "data loading, checkpoints and stragglers take no time (optimistic)",
-        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +48,8 @@ class TimeEstimate:
         utilization: model FLOPs utilization (MFU), from 0 to 1.
         tokens_per_second: tokens per second over all ranks.
         days: duration of the run in days.
+        origins: "measured", "assumed" or "measured in part" for the rates behind each part of the
+            step: compute, communication, idle, optimizer and step.
     """
 
     hardware: str
@@ -101,6 +62,7 @@ class TimeEstimate:
     utilization: float
     tokens_per_second: float
     days: float
+    origins: Mapping[str, str]
 
     @property
     def step(self) -> float:
@@ -108,38 +70,60 @@ class TimeEstimate:
         return self.compute + self.communication + self.idle + self.optimizer
 
 
-def estimate_time(
-    recipe: Recipe,
-    world_size: int,
-    hardware: str,
-    accelerator: Accelerator,
-    assumed: Assumptions,
-) -> TimeEstimate:
+def estimate_time(recipe: Recipe, world_size: int, hardware: Hardware) -> TimeEstimate:
     """Return the estimated time of a recipe on ``world_size`` GPUs."""
     microbatches = recipe.num_microbatches(world_size)
-    each = _compute(recipe, accelerator, assumed)
+    each = _compute(recipe, hardware)
     compute = each.total * microbatches
     stage = busiest_stage(recipe, world_size)
-    in_pipeline, at_the_end = _communication(recipe, world_size, stage, accelerator, assumed, each)
+    in_pipeline, at_the_end = _communication(recipe, world_size, stage, hardware, each)
     bubble = bubble_share(recipe, microbatches)
     idle = bubble * (compute + in_pipeline)
-    optimizer = optimizer_seconds(recipe, world_size, accelerator, assumed)
+    optimizer = optimizer_seconds(recipe, world_size, hardware.gpu, hardware.rates)
     step = compute + in_pipeline + idle + at_the_end + optimizer
     training = recipe.training
     tokens_per_second = training.tokens_per_step / step
     flops = count_flops(recipe.model, training.seq_length, frozen_matrices(recipe)).training
     return TimeEstimate(
-        hardware=hardware,
+        hardware=hardware.name,
         compute=compute,
         communication=in_pipeline + at_the_end,
         idle=idle,
         optimizer=optimizer,
         collectives=stage_collectives(recipe, world_size, stage).total,
         bubble=bubble,
-        utilization=model_flops_utilization(tokens_per_second, flops, world_size, accelerator),
+        utilization=model_flops_utilization(tokens_per_second, flops, world_size, hardware.gpu),
         tokens_per_second=tokens_per_second,
         days=training.total_steps * step / 86_400,
+        origins=_origins(recipe, world_size, hardware, communicates=in_pipeline + at_the_end > 0),
     )
+
+
+def _origins(
+    recipe: Recipe, world_size: int, hardware: Hardware, *, communicates: bool
+) -> dict[str, str]:
+    """Return :attr:`TimeEstimate.origins`."""
+    kernels = [
+        hardware.rates.of_attention(recipe, kind, planned_backend(recipe, kind), hardware.gpu)
+        for kind, _ in counted_kinds(recipe.model)
+    ]
+    measured = set(hardware.rates.measured)
+    if all(each.is_measured for each in kernels):
+        measured.add("attention")
+    compute, sending = {"matmul", "memory", "attention"}, set()
+    if communicates:
+        sending = {"links", "latency"} | ({"network"} if world_size > GPUS_PER_NODE else set())
+    optimizer = {"host" if recipe.parallel.offload_optimizer else "memory"}
+    if recipe.optimizer.kind == "muon":
+        optimizer.add("matmul")
+    used = {
+        "compute": compute,
+        "communication": sending,
+        "idle": compute | sending if recipe.parallel.pipeline > 1 else set(),
+        "optimizer": optimizer,
+        "step": compute | sending | optimizer,
+    }
+    return {part: origin(names, measured) for part, names in used.items()}
 
 
 def bubble_share(recipe: Recipe, microbatches: int) -> float:
@@ -166,8 +150,9 @@ class Compute(NamedTuple):
     attention: float
 
 
-def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
+def _compute(recipe: Recipe, hardware: Hardware) -> Compute:
     """Return the seconds of computation for one microbatch on the stage with the output layer."""
+    gpu, rates = hardware.gpu, hardware.rates
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
     tokens = local_tokens(recipe) / parallel.tensor
     passes = forward_passes(recipe)
@@ -178,19 +163,19 @@ def _compute(recipe: Recipe, gpu: Accelerator, assumed: Assumptions) -> Compute:
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
-    once, backward = _attention_work(recipe)
-    pair = 2 * tokens * layers * training.seq_length / 2 / (assumed.attention * gpu.peak_flops)
+    once, backward = _attention_work(recipe, hardware)
+    pair = 2 * tokens * layers * training.seq_length / 2 / gpu.peak_flops
     attention = pair * (attention_passes(recipe) * once + backward)
-    elementwise = elementwise_bytes(recipe) / (assumed.memory * gpu.memory_bandwidth)
-    total = matmul / (assumed.matmul * gpu.peak_flops) + attention + elementwise
+    elementwise = elementwise_bytes(recipe) / (rates.memory * gpu.memory_bandwidth)
+    total = matmul / (rates.matmul * gpu.peak_flops) + attention + elementwise
     weights = layers * layer_weights + _vocabulary(recipe)
-    forward = 2 * tokens * weights / (assumed.matmul * gpu.peak_flops)
+    forward = 2 * tokens * weights / (rates.matmul * gpu.peak_flops)
     forward += pair * once + elementwise / (passes + 1)
     return Compute(total, total - forward, attention)
 
 
-def _attention_work(recipe: Recipe) -> tuple[float, float]:
-    """Return (forward, backward) multiply-adds per visible pair of query and key.
+def _attention_work(recipe: Recipe, hardware: Hardware) -> tuple[float, float]:
+    """Return (forward, backward) multiply-adds per visible pair of query and key, over their rates.
 
     Both are summed over the heads of a layer, and averaged over the layers. A causal mask hides
     about half of all pairs, so a backend that also computes hidden pairs needs twice as many.
@@ -198,28 +183,14 @@ def _attention_work(recipe: Recipe) -> tuple[float, float]:
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
         name = planned_backend(recipe, kind)
+        rates = hardware.rates.of_attention(recipe, kind, name, hardware.gpu)
         share = count / recipe.model.num_layers
         if BACKENDS[kind.operation][name].computes_hidden_pairs:
             share *= 2
         once, back = costs_of(kind).work(name, deterministic=recipe.training.deterministic)
-        forward, backward = forward + share * once, backward + share * back
+        forward += share * once / rates.forward
+        backward += share * back / rates.backward
     return forward, backward
-
-
-def _attention_in_words(recipe: Recipe, kind: AttentionKind) -> str:
-    name = planned_backend(recipe, kind)
-    channels = kind.num_heads * kind.head_dim
-    work = costs_of(kind).work(name, deterministic=recipe.training.deterministic)
-    forward, backward = (f"{each / channels:.3g}d" for each in work)
-    reason = ""
-    if recipe.training.attention_backend == "auto":
-        reason = ", which auto chooses without FlashAttention's libraries"
-    hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
-    pairs = "pair, hidden ones too," if hidden else "visible pair"
-    return (
-        f"attention {kind.kind}: backend {name}{reason}; multiply-adds per {pairs} and head: "
-        f"{forward} forward, {backward} backward"
-    )
 
 
 def _vocabulary(recipe: Recipe) -> int:
@@ -253,8 +224,7 @@ def _communication(
     recipe: Recipe,
     world_size: int,
     stage: int,
-    gpu: Accelerator,
-    assumed: Assumptions,
+    hardware: Hardware,
     compute: Compute,
 ) -> tuple[float, float]:
     """Return the time of communication that does not overlap with computation, as two values.
@@ -271,13 +241,15 @@ def _communication(
     """
     parallel, traffic = recipe.parallel, stage_traffic(recipe, world_size, stage)
     calls = stage_collectives(recipe, world_size, stage)
+    rates = hardware.rates
+    within = rates.links * hardware.gpu.link_bandwidth
+    between = rates.network_share * rates.network
     inner = parallel.tensor * parallel.context
     data = inner * recipe.data_parallel(world_size)
 
     def seconds(kind: str, span: int) -> float:
-        rate = gpu.link_bandwidth if span <= GPUS_PER_NODE else assumed.network
-        sending = getattr(traffic, kind) / (assumed.links * rate)
-        return sending + getattr(calls, kind) * assumed.latency
+        rate = within if span <= GPUS_PER_NODE else between
+        return getattr(traffic, kind) / rate + getattr(calls, kind) * rates.latency
 
     communication = seconds("context", inner)
     if context_communication(recipe) == "ring":
@@ -297,21 +269,19 @@ def _last_share(recipe: Recipe) -> float:
     return min(1.0, max(REDUCE_BUCKET, largest_trained(recipe, 0)) / trained)
 
 
-def optimizer_seconds(
-    recipe: Recipe, world_size: int, gpu: Accelerator, assumed: Assumptions
-) -> float:
+def optimizer_seconds(recipe: Recipe, world_size: int, gpu: Accelerator, rates: Rates) -> float:
     """Return the seconds of the optimizer's update on the slowest pipeline stage.
 
     Device or host bandwidth limits the update, and the FLOP/s limit Muon's matrix products.
     """
     return max(
-        _stage_update(recipe, world_size, stage, gpu, assumed)
+        _stage_update(recipe, world_size, stage, gpu, rates)
         for stage in range(recipe.parallel.pipeline)
     )
 
 
 def _stage_update(
-    recipe: Recipe, world_size: int, stage: int, gpu: Accelerator, assumed: Assumptions
+    recipe: Recipe, world_size: int, stage: int, gpu: Accelerator, rates: Rates
 ) -> float:
     shards = recipe.data_parallel(world_size) * recipe.parallel.context
     partition = sum(trained_parameters(recipe, stage)) / shards
@@ -319,8 +289,8 @@ def _stage_update(
     # Muon has one moment fewer, and writes its update over the gradient.
     states = FLOAT32 * (9 * partition - muon.muon_elements(recipe, stage) / shards)
     products = 2 * muon.operations_in_sequence(recipe, world_size, stage)
-    orthogonalized = products / (assumed.matmul * gpu.peak_flops)
+    orthogonalized = products / (rates.matmul * gpu.peak_flops)
     if recipe.parallel.offload_optimizer:
         moved = 2 * BYTES[recipe.training.precision] * partition
-        return (states + moved) / assumed.host + orthogonalized
-    return states / (assumed.memory * gpu.memory_bandwidth) + orthogonalized
+        return (states + moved) / rates.host + orthogonalized
+    return states / (rates.memory * gpu.memory_bandwidth) + orthogonalized

@@ -8,7 +8,8 @@ from diffmegatron.measurements.records import KernelShape, Measurements
 from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
 from diffmegatron.model.accounting.hardware import Accelerator
 from diffmegatron.model.accounting.parameters import counted_kinds
-from diffmegatron.plan.timing import Assumptions, elementwise_bytes, optimizer_seconds
+from diffmegatron.plan.rates import Rates
+from diffmegatron.plan.timing import elementwise_bytes, optimizer_seconds
 from diffmegatron.plan.traffic import attention_passes
 from diffmegatron.tuning.rates import products_of
 
@@ -53,7 +54,7 @@ def measured_step(recipe: Recipe, ranks: int, found: Measurements) -> MeasuredSt
         products=microbatches * products,
         attention=microbatches * attention,
         elementwise=microbatches * elementwise_bytes(recipe) / rate,
-        optimizer=optimizer_seconds(recipe, ranks, rates, Assumptions(matmul=1.0, memory=1.0)),
+        optimizer=optimizer_seconds(recipe, ranks, rates, Rates(matmul=1.0, memory=1.0)),
         flops=flops * training.tokens_per_step / ranks,
     )
 

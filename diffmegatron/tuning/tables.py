@@ -10,8 +10,8 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.measurements.records import KernelMeasurement, Measurements, TriedBackend
-from diffmegatron.model.accounting.hardware import find_accelerator
-from diffmegatron.plan.timing import Assumptions, estimate_time
+from diffmegatron.plan.rates import Hardware, known_gpu
+from diffmegatron.plan.timing import estimate_time
 from diffmegatron.tuning.step import MeasuredStep, measured_step
 from diffmegatron.tuning.tune import Tuned, describe_shape, kernel_shapes
 
@@ -100,14 +100,15 @@ def _step_lines(recipe: Recipe, ranks: int, found: Measurements) -> list[str]:
 
 
 def _comparison(recipe: Recipe, ranks: int, found: Measurements, step: MeasuredStep) -> list[str]:
-    gpu = find_accelerator(found.machine.name)
+    name = known_gpu(found.machine.name)
     rate = step.flops / step.total
-    if gpu is None:
+    if name is None:
         best = max(each.flops_per_second for each in found.products)
         return [f"  {rate / 1e12:.4g} TFLOP/s, {rate / best:.0%} of the fastest matrix product"]
-    assumed = estimate_time(recipe, ranks, found.machine.name, gpu, Assumptions())
+    hardware = Hardware(name)
+    assumed = estimate_time(recipe, ranks, hardware)
     seconds = assumed.compute + assumed.optimizer
     return [
-        f"  model FLOPs utilization without communication: {rate / gpu.peak_flops:.1%}",
+        f"  model FLOPs utilization without communication: {rate / hardware.gpu.peak_flops:.1%}",
         f"  assumed by plan: {1e3 * seconds:.4g} ms, {step.total / seconds:.2f} times as fast",
     ]

@@ -94,7 +94,7 @@ options = st.fixed_dictionaries(
     {},
     optional={
         "--gpus": ranks.map(str),
-        "--hardware": st.sampled_from([*ACCELERATORS, "V100", "", 3_000 * "x"]),
+        "--hardware": st.sampled_from([*ACCELERATORS, "V100", "", "h100.json", 3_000 * "x"]),
     },
 ).map(lambda given: [word for pair in given.items() for word in pair])
 no_options: st.SearchStrategy[list[str]] = st.just([])

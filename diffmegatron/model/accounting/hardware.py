@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Assumed number of GPUs in a node.
+GPUS_PER_NODE = 8
+
 
 @dataclass(frozen=True)
 class Accelerator:

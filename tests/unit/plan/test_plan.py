@@ -150,16 +150,18 @@ def test_long_sequences_fit_two_gpus_of_80_gb(name):
         assert plan_recipe(recipe, 2).warnings == ()
 
 
-def test_assumptions_have_a_line_each_and_optimistic_ones_are_marked():
-    text = printed(plan_recipe(load(), 2)).partition("Times are an estimate, and assume:")[2]
-    lines = [line for line in text.splitlines() if line]
-    assert [line.partition(":")[0] for line in lines[:3]] == [
+def test_every_rate_has_a_line_with_its_origin_and_optimistic_ones_are_marked():
+    text = printed(plan_recipe(load(), 2)).partition("Times are an estimate, with:")[2]
+    lines = [line for line in text.replace("\n    ", " ").splitlines() if line]
+    assert [line.partition(":")[0] for line in lines[:4]] == [
         "  - FLOP/s",
+        "  - matrix products",
         "  - attention diff_v1",
         "  - MFU",
     ]
     assert "990" in lines[0] or "989" in lines[0]
-    assert sum("(optimistic)" in line for line in lines) == 3
+    assert "measured" not in text
+    assert text.count("(assumed") == 9 and text.count("optimistic)") == 5
 
 
 def test_the_table_shows_every_number():

@@ -8,8 +8,9 @@ from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.activations import attention_bytes_per_token
 from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.model.accounting.memory import memory_by_stage, trained_parameters
+from diffmegatron.plan.rates import Hardware, Rates
 from diffmegatron.plan.search import search
-from diffmegatron.plan.timing import Assumptions, bubble_share, estimate_time
+from diffmegatron.plan.timing import bubble_share, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic, stage_collectives, stage_traffic
 from tests.paths import CONFIGS
 
@@ -42,7 +43,7 @@ def make_recipe(**sections: dict) -> Recipe:
 
 
 def estimate(recipe: Recipe, ranks: int, hardware: str = "H100"):
-    return estimate_time(recipe, ranks, hardware, ACCELERATORS[hardware], Assumptions())
+    return estimate_time(recipe, ranks, Hardware(hardware))
 
 
 def test_one_rank_sends_nothing():
@@ -202,9 +203,8 @@ def test_collectives_are_counted_by_hand():
 
 def test_every_collective_takes_its_latency():
     recipe = make_recipe(parallel={"tensor": 4})
-    gpu = ACCELERATORS["H100"]
     without, with_latency = (
-        estimate_time(recipe, 4, "H100", gpu, Assumptions(latency=each)) for each in (0.0, 1e-3)
+        estimate_time(recipe, 4, Hardware("H100", Rates(latency=each))) for each in (0.0, 1e-3)
     )
     assert with_latency.collectives == BATCH * (4 * LAYERS + 4)
     more = with_latency.communication - without.communication
@@ -259,7 +259,7 @@ def attention_flops(backend: str, **sections: dict) -> float:
     operations of the step, so only the difference between two backends has a meaning.
     """
     recipe = make_recipe(training={"attention_backend": backend}, **sections)
-    gpu, assumed = ACCELERATORS["H100"], Assumptions()
+    gpu, assumed = ACCELERATORS["H100"], Rates()
     kept = sum(attention_bytes_per_token(recipe, "gpu", recipe.model.attention.kinds[0])[1:])
     moved = 2 * kept * LENGTH * LAYERS / (assumed.memory * gpu.memory_bandwidth)
     return (estimate(recipe, 1).compute / BATCH - moved) * assumed.attention * gpu.peak_flops
@@ -284,7 +284,7 @@ def test_deterministic_triton_computes_a_pair_twice_in_the_backward_pass():
         estimate(make_recipe(model=WIDE, training=settings | {"deterministic": each}), 1).compute
         for each in (False, True)
     )
-    more = (split - one_pass) / BATCH * Assumptions().attention * ACCELERATORS["H100"].peak_flops
+    more = (split - one_pass) / BATCH * Rates().attention * ACCELERATORS["H100"].peak_flops
     unit = 2 * 8 * 64 * LENGTH * LENGTH / 2 * LAYERS
     assert more / unit == pytest.approx(14 - 10, abs=1e-3)
 
