@@ -23,6 +23,7 @@ from diffmegatron.data.index.corpus_manifest import check_sizes, read_corpus_man
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters
+from diffmegatron.operations.device_bits import UNSTEADY, computed_bits, device_name
 from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
@@ -59,6 +60,9 @@ class Findings(Section):
         space: free bytes on the file system of ``run_dir``.
         clock: seconds since 1970, read by all ranks directly after a barrier.
         versions: versions of this package and its libraries; the git commit under "commit".
+        device: name of the GPU, or of the CPU with its threads; devices of one name compute the
+            same bits.
+        bits: checksum of each computation of :func:`computed_bits`.
         reduce_rate: bytes per second of the fastest all-reduce.
     """
 
@@ -70,6 +74,8 @@ class Findings(Section):
     space: int = 0
     clock: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
+    device: str = ""
+    bits: dict[str, int] = Field(default_factory=dict)
     reduce_rate: float = 0.0
 
 
@@ -141,6 +147,8 @@ def find_problems(every: Sequence[Findings], space: int, run_dir: str) -> dict[i
             )
         if not problem and tuple(sorted(each.versions.items())) != usual:
             problem = _version_problem(each.versions, dict(usual))
+        if not problem:
+            problem = _bits_problem(each, every)
         if problem:
             problems[rank] = problem
     return problems
@@ -151,6 +159,22 @@ def _version_problem(own: dict[str, str], usual: dict[str, str]) -> str:
     return (
         f"{name} is {own.get(name, 'missing')}, and {usual.get(name, 'missing')} on the other ranks"
     )
+
+
+def _bits_problem(own: Findings, every: Sequence[Findings]) -> str:
+    """Return a sentence if this rank computes other bits than most ranks with such a device.
+
+    Of two bits that are equally frequent, those of the lowest rank count as right.
+    """
+    peers = {rank: each for rank, each in enumerate(every) if each.device == own.device}
+    for name, checksum in own.bits.items():
+        found = {rank: each.bits[name] for rank, each in peers.items() if name in each.bits}
+        usual = Counter(found.values()).most_common(1)[0][0]
+        if checksum != usual and usual != UNSTEADY:
+            other = next(rank for rank, each in found.items() if each == usual)
+            how = "other bits in each repetition" if checksum == UNSTEADY else "other bits"
+            return f"{own.device} computes {name} with {how}, unlike rank {other}"
+    return ""
 
 
 def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
@@ -166,11 +190,14 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
         for recipe in recipes:
             for source in recipe.data.sources:
                 check_sizes(source.path, read_corpus_manifest(source.path))
+        device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
-            torch.cuda.set_device(local_rank)
+            torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
             values["memory_free"] = free / total
         values["product_seconds"] = _product_seconds()
+        values["device"] = device_name(device)
+        values["bits"] = computed_bits(recipes, device)
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
     except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails.
         values["problem"] = shorten(str(error))
@@ -229,9 +256,11 @@ def _measure_collectives() -> dict[str, float]:
 
 def _summary(every: Sequence[Findings]) -> str:
     slowest = min(every, key=lambda each: each.write_rate)
+    computations = len({name for each in every for name in each.bits})
     return (
         f"preflight: {len(every)} ranks on {len({each.host for each in every})} nodes, "
         f"all-reduce {min(each.reduce_rate for each in every) / 1e9:.2f} GB/s, matrix product "
         f"{1e3 * max(each.product_seconds for each in every):.1f} ms, disk "
-        f"at least {slowest.write_rate / 1e6:.0f} MB/s per rank"
+        f"at least {slowest.write_rate / 1e6:.0f} MB/s per rank, "
+        f"{computations} computations with equal bits"
     )

@@ -6,9 +6,11 @@ import socket
 import subprocess
 
 import pytest
+import torch
 
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.operations import preflight
+from diffmegatron.operations.device_bits import UNSTEADY, computed_bits
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
 from tests import forks
 from tests.paths import ROOT
@@ -21,6 +23,8 @@ GOOD = Findings(
     space=1 << 40,
     clock=1000.0,
     versions={"torch": "2.9", "commit": "abc"},
+    device="NVIDIA H100",
+    bits={"a matrix product": 7, "softmax attention (sdpa)": 9},
     reduce_rate=1e10,
 )
 SPACE = 1 << 39
@@ -53,14 +57,40 @@ def four(**changes) -> list[Findings]:
             {"versions": {"torch": "2.9"}},
             "commit is missing, and abc on the other ranks",
         ),
+        (
+            {"bits": GOOD.bits | {"softmax attention (sdpa)": 8}},
+            "NVIDIA H100 computes softmax attention (sdpa) with other bits, unlike rank 0",
+        ),
+        (
+            {"bits": GOOD.bits | {"a matrix product": UNSTEADY}},
+            "NVIDIA H100 computes a matrix product with other bits in each repetition, unlike "
+            "rank 0",
+        ),
     ],
 )
 def test_a_rank_unlike_the_others_is_reported_with_the_reason(changes, sentence):
     assert find_problems(four(**changes), SPACE, "run") == {2: sentence}
 
 
+def test_two_ranks_that_differ_are_compared_by_the_bits_of_rank_0():
+    other = GOOD.model_copy(update={"bits": {"a matrix product": 8}})
+    assert list(find_problems([GOOD, other], SPACE, "run")) == [1]
+
+
+def test_a_computation_that_is_unsteady_on_most_ranks_is_not_compared():
+    unsteady = GOOD.model_copy(update={"bits": {"a matrix product": UNSTEADY}})
+    assert find_problems([unsteady, GOOD, unsteady], SPACE, "run") == {}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"memory_free": 0.95}, {"product_seconds": 0.019}, {"clock": 1004.0}]
+    "changes",
+    [
+        {},
+        {"memory_free": 0.95},
+        {"product_seconds": 0.019},
+        {"clock": 1004.0},
+        {"device": "NVIDIA H200", "bits": {"a matrix product": 8}},
+    ],
 )
 def test_small_differences_between_ranks_are_accepted(changes):
     assert find_problems(four(**changes), SPACE, "run") == {}
@@ -75,8 +105,34 @@ def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, ca
         head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert found["versions"]["commit"].removesuffix("-dirty") == head
     assert min(found[name] for name in ("product_seconds", "write_rate", "space", "clock")) > 0
-    assert capsys.readouterr().out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
+    # The tiny recipe's layers choose `blocked` on a CPU.
+    assert [*found["bits"]] == ["a matrix product", "differential attention (blocked)"]
+    out = capsys.readouterr().out
+    assert out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
+    assert out.endswith(", 2 computations with equal bits\n")
     assert list((tmp_path / "run").iterdir()) == [], "the checks must remove their file"
+
+
+def test_one_wrong_gradient_changes_the_bits(tiny_recipe, monkeypatch):
+    """Compute twice as a right device, and once with the last bit of one gradient changed."""
+    recipe, device = tiny_recipe("model.attention.kind=diff_v2"), torch.device("cpu")
+    right = computed_bits([recipe], device)
+    assert [*right] == [
+        "a matrix product",
+        "softmax attention (sdpa)",
+        "subtraction of noise heads (auto)",
+    ]
+    assert computed_bits([recipe, recipe], device) == right
+    gradients = torch.autograd.grad
+
+    def wrong(out, inputs, direction):
+        found = gradients(out, inputs, direction)
+        found[1].flatten()[-1:].view(torch.int32).bitwise_xor_(1)
+        return found
+
+    monkeypatch.setattr(torch.autograd, "grad", wrong)
+    found = computed_bits([recipe], device)
+    assert [name for name in right if found[name] != right[name]] == [*right][1:]
 
 
 def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):

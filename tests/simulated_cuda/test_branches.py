@@ -15,6 +15,7 @@ PACKAGE = ROOT / "diffmegatron"
 STEP = "test_faults.py and test_mutations.py: steps on simulated GPUs"
 TRAINER = "test_trainer.py: the trainer on a simulated GPU"
 TUNE = "test_trainer.py: tune on a simulated GPU"
+PREFLIGHT = "tests/end_to_end/test_gpu_report.py: preflight on a simulated GPU"
 HARDWARE = "a GPU only: it measures or describes the device, or computes values"
 CUDNN = "a GPU only: it calls the library cuDNN"
 
@@ -57,6 +58,16 @@ ENTERED = {
     "tuning/tune.py:_is_lost": TUNE,
     "tuning/verification.py:": TUNE,
     "tuning/verification.py:_check": TUNE,
+    "operations/preflight.py:": PREFLIGHT,
+    "operations/preflight.py:_check_this_machine": PREFLIGHT,
+    "operations/preflight.py:_product_seconds": PREFLIGHT,
+    "operations/preflight.py:_seconds": PREFLIGHT,
+    "operations/preflight.py:_measure_collectives": PREFLIGHT,
+    "operations/device_bits.py:": PREFLIGHT,
+    "operations/device_bits.py:_computations": PREFLIGHT,
+    "operations/device_bits.py:_multiply": PREFLIGHT,
+    "operations/device_bits.py:computed_bits": PREFLIGHT,
+    "operations/device_bits.py:device_name": PREFLIGHT,
 }
 NOT_ENTERED = {
     "tuning/rates.py:_wall_seconds": HARDWARE,
@@ -69,6 +80,7 @@ NOT_ENTERED = {
     "doctor.py:_missing": HARDWARE,
     "doctor.py:_communication": HARDWARE,
     "doctor.py:_has_gpu": HARDWARE,
+    "measurements/cache.py:cached_gpus": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.__post_init__": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.dtype_of": HARDWARE,
     "evaluation/evaluate_settings.py:EngineSettings.is_gpu": HARDWARE,
@@ -78,11 +90,6 @@ NOT_ENTERED = {
     "evaluation/results.py:_provenance": HARDWARE,
     "evaluation/suites/throughput.py:Throughput.score": HARDWARE,
     "evaluation/suites/throughput.py:_wait": HARDWARE,
-    "operations/preflight.py:": HARDWARE,
-    "operations/preflight.py:_check_this_machine": HARDWARE,
-    "operations/preflight.py:_product_seconds": HARDWARE,
-    "operations/preflight.py:_seconds": HARDWARE,
-    "operations/preflight.py:_measure_collectives": HARDWARE,
     "operations/quickstart.py:write_report": HARDWARE,
     "operations/quickstart.py:with_machine_overrides": "the precision of the quickstart on a GPU",
     "operations/quickstart.py:ranks": "the number of ranks of the quickstart on GPUs",

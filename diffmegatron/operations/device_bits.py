@@ -1,0 +1,103 @@
+"""Bits that this rank's device computes, which ``preflight`` compares over all ranks."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffmegatron.attention.kernels.installed_backends import importable_libraries
+from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
+from diffmegatron.config.attention_backend import attention_shape, layer_backend, subtraction_shape
+from diffmegatron.config.schema import Recipe
+from diffmegatron.measurements.machine import cpu_name
+from diffmegatron.measurements.records import KernelShape
+from diffmegatron.model.accounting.parameters import counted_kinds
+from diffmegatron.parallel.deterministic import deterministic_algorithms
+from diffmegatron.tuning.trials import draw_trial, same_numbers
+
+# Value of a computation whose repetitions have different bits.
+UNSTEADY = -1
+_REPETITIONS = 3
+# Rows and columns of the compared matrix product, and most tokens of a sequence on a CPU.
+_MATRIX = {"cpu": 256, "cuda": 4096}
+_CPU_TOKENS = 128
+
+Computation = Callable[[], Sequence[Tensor]]
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that devices with equal bits share: of the GPU, or of CPU and threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} with {torch.get_num_threads()} threads"
+
+
+def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, int]:
+    """Return the CRC-32 of what the device computes from fixed random numbers, by name.
+
+    The computations are a matrix product, and the output and gradients of each kernel of attention
+    that the recipes choose for this device, in the shapes of training (on a CPU with shorter
+    sequences). Sums have a fixed order if the kernel has such a form.
+    """
+    found: dict[str, int] = {}
+    # On a CPU all sums have a fixed order, and entering this context imports Inductor.
+    fixed = deterministic_algorithms(only_warns=True) if device.type == "cuda" else nullcontext()
+    with fixed:
+        for name, compute in _computations(recipes, device):
+            if name not in found:
+                checksums = {_checksum(compute()) for _ in range(_REPETITIONS)}
+                found[name] = checksums.pop() if len(checksums) == 1 else UNSTEADY
+    return found
+
+
+def _computations(
+    recipes: Sequence[Recipe], device: torch.device
+) -> Iterator[tuple[str, Computation]]:
+    for recipe in recipes:
+        yield "a matrix product", partial(_multiply, device)
+        for kind, _ in counted_kinds(recipe.model):
+            backend, _ = layer_backend(recipe, kind, device.type, importable_libraries())
+            subtract = subtraction_backend(backend)
+            for name, shape, chosen in (
+                (OPS[kind.operation], attention_shape(recipe, kind), backend),
+                (OPS["subtraction"], subtraction_shape(recipe, kind), subtract),
+            ):
+                if shape is not None:
+                    small = _shortened(shape) if device.type == "cpu" else shape
+                    yield f"{name} ({chosen})", partial(_attend, small, chosen, device)
+
+
+def _multiply(device: torch.device) -> list[Tensor]:
+    """Return the product of two random matrices in the dtype of most training runs there."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (2, _MATRIX[device.type], _MATRIX[device.type])
+    with same_numbers(device):
+        a, b = torch.randn(shape, device=device, dtype=dtype)
+    return [a @ b]
+
+
+def _attend(shape: KernelShape, backend: str, device: torch.device) -> list[Tensor]:
+    """Return the output of a kernel, and the gradients of its inputs."""
+    trial = draw_trial(shape, device)
+    inputs = {name: x.detach().requires_grad_() for name, x in trial.inputs.items()}
+    out = trial.call(inputs, backend)
+    with same_numbers(device, seed=1):
+        direction = torch.randn_like(out)
+    return [out, *torch.autograd.grad(out, list(inputs.values()), direction)]
+
+
+def _shortened(shape: KernelShape) -> KernelShape:
+    parts = max(1, max(shape.length, shape.keys) // _CPU_TOKENS)
+    sizes = {"length": max(1, shape.length // parts), "keys": shape.keys // parts}
+    return shape.model_copy(update=sizes | {"batch": 1})
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+    return checksum
