@@ -68,6 +68,7 @@ def test_every_step_of_a_rehearsal_succeeds(rehearsed):
     )
     assert all(rows[name]["is_right"] for name in TRAINING)
     assert "tests passed, 0 failed" in rows["kernels"]["sentence"]
+    assert rows["tune"]["is_right"] and "differential " in rows["tune"]["sentence"]
     assert "softmax" in rows["export"]["sentence"] and "tokens/s" in rows["export"]["sentence"]
     page = (rehearsed / "gpu_report.md").read_text()
     assert "**Wrong: nothing.** Unfinished: nothing." in page
@@ -82,7 +83,7 @@ def test_a_killed_report_leaves_the_ended_steps_and_no_process(tmp_path):
     report.kill()
     report.wait()
     assert [*read(tmp_path)] == ["doctor"]
-    assert "Unfinished: kernels, layer, " in (tmp_path / "gpu_report.md").read_text()
+    assert "Unfinished: kernels, tune, layer, " in (tmp_path / "gpu_report.md").read_text()
     while processes_of(tmp_path):
         time.sleep(0.05)
     assert "skipped" not in (tmp_path / "kernels.log").read_text(), "the step ran to its end"
@@ -129,6 +130,18 @@ def test_another_bit_after_a_resume_is_found(rehearsed, tmp_path):
     assert "weights or moments differ" in summarize("resume", tmp_path).sentence
 
 
+def test_a_wrong_backend_is_found(rehearsed, tmp_path):
+    """Give the measurements of a rehearsal to a backend whose error exceeds the allowed one."""
+    (tmp_path / "cache").mkdir()
+    (file,) = (rehearsed / "cache").glob("*.json")
+    content = json.loads(file.read_text())
+    content["kernels"][0]["candidates"][0] |= {"error": 7.0, "problem": "dk of the last row"}
+    (tmp_path / "cache" / file.name).write_text(json.dumps(content))
+    finding = summarize("tune", tmp_path)
+    assert finding.is_right is False
+    assert f"(wrong: {content['kernels'][0]['candidates'][0]['backend']})" in finding.sentence
+
+
 def test_failed_tests_and_a_rising_loss_are_found(tmp_path):
     """Judge outcomes of a killed pytest, memory that `plan` underestimates, and a rising loss."""
     rows = [
@@ -152,7 +165,11 @@ def test_failed_tests_and_a_rising_loss_are_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def simulated(rehearsed, tmp_path_factory):
-    """Run the steps "layer" and "train_..." on a simulated GPU; return their folder and results."""
+    """Run the steps "layer" and "train_...", and `preflight`, on a simulated GPU.
+
+    Returns:
+        The folder of the steps, and the results.
+    """
     folder = tmp_path_factory.mktemp("simulated")
     shutil.copytree(
         rehearsed / "work", folder / "work", ignore=lambda _, names: {*names} - {*text(names)}
@@ -162,8 +179,10 @@ def simulated(rehearsed, tmp_path_factory):
         ((_, _, _, recipe, *overrides),) = fill_in(step, folder, REHEARSAL)
         run = "tests.simulated_cuda.training:run_training"
         cases.append(Case(recipe, 1, tuple(overrides), run=run))
-    layer = "tests.simulated_cuda.report:run_layer"
-    cases.append(Case(recipe, 1, (f"run_dir={folder}/work/layer",), run=layer))
+    report = "tests.simulated_cuda.report"
+    cases.append(Case(recipe, 1, (f"run_dir={folder}/work/layer",), run=f"{report}:run_layer"))
+    checked = (*overrides, "training.attention_backend=triton", f"run_dir={folder}/work/fit")
+    cases.append(Case(recipe, 2, checked, run=f"{report}:run_preflight"))
     try:
         return folder, try_simulate(cases)
     except UnavailableError as error:
@@ -183,3 +202,12 @@ def test_the_steps_run_on_a_simulated_gpu(simulated):
     assert all("MFU" in row.sentence and "peak" in row.sentence for row in rows)
     assert "grouped" in summarize("layer", folder).sentence
     assert "simulated" in json.loads((folder / "layer.json").read_text())["machine"]["device"]
+
+
+def test_preflight_computes_with_the_kernels_of_a_simulated_gpu(simulated):
+    *_, result = simulated[1]
+    if isinstance(result, SimulationError):
+        raise result
+    names = ["a matrix product", "softmax attention (triton)"]
+    assert [*result.outcome["bits"]] == names
+    assert result.outcome["device"] == "simulated NVIDIA H100 80GB HBM3"

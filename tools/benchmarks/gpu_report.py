@@ -1,11 +1,11 @@
 """Report what one GPU computes with this package, in at most nine minutes: `make gpu-report`.
 
-The steps come in order of worth: tests of the kernels, layers of every kind compared with their
-baseline, estimated and allocated memory, training runs of 0.36B, a stopped and resumed run compared
-with an undisturbed one, and exports with an evaluation. A step is a process, or several one after
-the other, with a deadline of its own; its output is STEP.log. After each step `gpu_report.md`,
-`results.json` and `gpu_report.tar.gz` are replaced, so a killed report leaves the results of
-all finished steps.
+The steps come in order of worth: tests of the kernels, `diffmegatron tune` at the 3B shapes, layers
+of every kind compared with their baseline, estimated and allocated memory, training runs of 0.36B,
+a stopped and resumed run compared with an undisturbed one, and exports with an evaluation. A step
+is a process, or several one after the other, with a deadline of its own; its output is STEP.log.
+After each step `gpu_report.md`, `results.json` and `gpu_report.tar.gz` are replaced, so a killed
+report leaves the results of all finished steps.
 
     python -m tools.benchmarks gpu_report               # on a GPU
     python -m tools.benchmarks gpu_report --rehearse    # tiny sizes, also without a GPU
@@ -49,6 +49,7 @@ ARCHIVED = (
     "*.log",
     "*.json",
     "*.md",
+    "cache/*.json",
     "evaluation/report.md",
     "work/*/metrics.jsonl",
     "work/*/recipe.yaml",
@@ -88,6 +89,7 @@ STEPS = (
         150,
         [TESTS + "--outcomes={out}/kernels.json -n {workers} tests/gpu/test_kernels_gpu.py"],
     ),
+    Step("tune", 100, ["diffmegatron tune {tuned}"]),
     Step(
         "layer",
         70,
@@ -119,6 +121,7 @@ STEPS = (
 )
 SIZES = {
     "recipe": "tools/benchmarks/gpu_report.yaml",
+    "tuned": "configs/diff_3b_350b.yaml configs/diff_v2_3b_350b.yaml configs/grouped_3b_350b.yaml",
     "layer": "training.micro_batch_size=4",
     "exact": "training.steps=20",
     "evaluate": "--set loss.documents=8 --set throughput.context=2048",
@@ -127,6 +130,7 @@ SIZES = {
 }
 REHEARSAL = {
     "recipe": "tools/benchmarks/gpu_report_tiny.yaml",
+    "tuned": "tools/benchmarks/gpu_report_tiny.yaml",
     "layer": "--recipe tools/benchmarks/gpu_report_tiny.yaml --layers 1 2 --repetitions 1",
     "exact": "training.steps=4",
     "evaluate": "--set loss.documents=1 --set loss.context=64 --set throughput.context=32 "
@@ -205,6 +209,8 @@ def run_process(command: Sequence[str], log: int, seconds: float, folder: Path) 
     ``timeout`` ends the process and its children at the limit, and when this process is killed.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
+    # The measurements of this report become a part of it, and the user's own stay as they are.
+    environment["DIFFMEGATRON_CACHE"] = str(folder / "cache")
     limit = f"{max(seconds, 1):.1f}"
     process = subprocess.Popen(
         ["timeout", f"--kill-after={GRACE}", limit, sys.executable, *command],

@@ -10,6 +10,7 @@ from statistics import median
 
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.measurements.cache import read_measurements
 from diffmegatron.training.monitoring.metrics import Entry, read_metrics
 
 DONE = "done"
@@ -109,6 +110,23 @@ def _tests(folder: Path, step: str) -> Finding:
     return Finding(sentence, not failed if failed or counts["passed"] else None)
 
 
+def _tune(folder: Path, _: str) -> Finding:
+    (file,) = (folder / "cache").glob("*.json")
+    kernels, is_right = read_measurements(file).kernels, True
+    sentences = []
+    for kernel in kernels:
+        fastest = kernel.fastest
+        chosen = "no backend is right"
+        if fastest is not None and fastest.seconds is not None:
+            chosen = f"{fastest.backend} {1e3 * fastest.seconds:.2f} ms"
+        wrong = [each for each in kernel.candidates if each.problem]
+        # A backend that returned no result may only lack support for the shape or this GPU.
+        is_right = is_right and not [each for each in wrong if each.error is not None]
+        names = f" (wrong: {', '.join(each.backend for each in wrong)})" if wrong else ""
+        sentences.append(f"{kernel.shape.operation} {chosen}{names}")
+    return Finding("; ".join(sentences), is_right if kernels else None)
+
+
 def _layer(folder: Path, _: str) -> Finding:
     report = json.loads((folder / "layer.json").read_text())
     depth, rows = [*report["measured"].items()][-1]
@@ -189,6 +207,7 @@ def _median(entries: Sequence[Entry], name: str) -> float:
 _SUMMARIES: dict[str, Callable[[Path, str], Finding]] = {
     "doctor": _doctor,
     "kernels": _tests,
+    "tune": _tune,
     "layer": _layer,
     "memory": _tests,
     "prepare": _prepare,
