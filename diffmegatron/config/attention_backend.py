@@ -13,12 +13,13 @@ from diffmegatron.attention.kernels.registry import (
     Call,
     choose_backend,
     needed_features,
+    why_not,
 )
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.attention.kinds.layer import HEAD_NORM
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
-from diffmegatron.config.training_config import even_chunk
+from diffmegatron.config.training_config import KindKernels
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.records import KernelShape
 
@@ -99,22 +100,6 @@ def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShap
     )
 
 
-def loss_shape(recipe: RecipeSections) -> KernelShape:
-    """Return the shape of the largest cross-entropy on one rank of the last pipeline stage."""
-    parallel, training = recipe.parallel, recipe.training
-    length = training.seq_length // parallel.context
-    if training.loss_chunk is not None:
-        length = even_chunk(length, training.loss_chunk)
-    return KernelShape(
-        operation="cross_entropy",
-        dtype=run_dtype(recipe),
-        batch=1,
-        length=training.micro_batch_size * length,
-        keys=recipe.model.vocab_size // parallel.tensor,
-        is_deterministic=training.deterministic,
-    )
-
-
 def layer_backend(
     recipe: RecipeSections, kind: AttentionKind, device_type: str, libraries: frozenset[str]
 ) -> tuple[str, str]:
@@ -128,6 +113,9 @@ def layer_backend(
     """
     setting, known = recipe.training.attention_backend, BACKENDS[kind.operation]
     call = attention_call(recipe, kind, device_type)
+    chosen = chosen_kernels(recipe, kind, device_type)
+    if chosen is not None and why_not(chosen.attention, call, libraries) is None:
+        return chosen.attention, chosen.origin
     if setting != "auto" and setting not in known:
         raise UserError(
             f"training.attention_backend {setting!r} does not compute {OPS[kind.operation]}, which "
@@ -137,6 +125,20 @@ def layer_backend(
         return choose_backend(setting, call, libraries)
     except ValueError as error:
         raise UserError(f"training.attention_{error}") from None
+
+
+def chosen_kernels(
+    recipe: RecipeSections, kind: AttentionKind, device_type: str
+) -> KindKernels | None:
+    """Return the kernels that ``auto`` chose for a kind in this run, or None."""
+    chosen = recipe.training.chosen_kernels
+    if recipe.training.attention_backend != "auto" or chosen is None:
+        return None
+    kinds = recipe.model.attention.kinds
+    if chosen.device != device_type or len(chosen.kinds) != len(kinds):
+        return None
+    found = chosen.kinds[kinds.index(kind)]
+    return found if found.attention in BACKENDS[kind.operation] else None
 
 
 def planned_backend(

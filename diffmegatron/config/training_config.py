@@ -24,6 +24,27 @@ def even_chunk(length: int, most: int) -> int:
     return math.ceil(length / math.ceil(length / most))
 
 
+class KindKernels(Section):
+    """Kernels that ``auto`` chose for the layers of one kind of attention, and the origin."""
+
+    attention: Annotated[str, AfterValidator(_check_backend)] = Field(
+        description="backend of the kind's attention"
+    )
+    subtraction: Literal["auto", "pytorch", "triton"] = Field(
+        default="auto", description="backend of DIFF V2's subtraction; auto: that of its attention"
+    )
+    origin: str = Field(max_length=1024, description="measurement or order behind the choice")
+
+
+class ChosenKernels(Section):
+    """Kernels that ``auto`` chose for a run; a resumed run keeps them, for the same bits."""
+
+    device: Literal["cuda", "cpu"] = Field(description="device on which they were chosen")
+    kinds: tuple[KindKernels, ...] = Field(
+        max_length=64, description="one entry per entry of model.attention"
+    )
+
+
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
@@ -82,6 +103,9 @@ class TrainingConfig(Section):
     attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         default="auto",
         description="kernel of attention; doctor lists those that run",
+    )
+    chosen_kernels: ChosenKernels | None = Field(
+        default=None, description="what auto chose; a run writes it into its recipe"
     )
     loss_chunk: Size | None = Field(
         default=None,

@@ -13,8 +13,6 @@ from diffmegatron.section import Count, CountOrZero, Section, Size, SizeOrZero
 
 Seconds = Annotated[float, Field(gt=0)]
 """Time of a kernel or a collective, in seconds."""
-MeasuredOperation = Op | Literal["cross_entropy"]
-"""Operations with several implementations: those of the kernels' registry, and the loss."""
 
 CollectiveOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -26,9 +24,9 @@ class KernelShape(Section):
         operation: operation of the call.
         dtype: torch's name of the inputs' dtype, such as "bfloat16".
         batch: sequences of a call.
-        length: queries of a call, per sequence; of a cross-entropy, tokens.
-        keys: keys of a call, per sequence; of a cross-entropy, ids of this rank's vocabulary shard.
-        head_dim: width of a query; of a cross-entropy, 0.
+        length: queries of a call, per sequence.
+        keys: keys of a call, per sequence; 0 of a subtraction.
+        head_dim: width of a query.
         signal_heads: query heads of the first map on this rank, or signal heads of a subtraction.
         noise_heads: query heads of the second map, or noise heads; 0 with one map.
         kv_heads: key-value heads on this rank.
@@ -37,13 +35,13 @@ class KernelShape(Section):
         is_deterministic: whether gradients must be summed in a fixed order.
     """
 
-    operation: MeasuredOperation
+    operation: Op
     dtype: str
     batch: Size
     length: Size
     keys: SizeOrZero = 0
-    head_dim: SizeOrZero = 0
-    signal_heads: SizeOrZero = 0
+    head_dim: Size
+    signal_heads: Size
     noise_heads: SizeOrZero = 0
     kv_heads: SizeOrZero = 0
     features: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
-from diffmegatron.config.attention_backend import layer_backend
+from diffmegatron.config.attention_backend import chosen_kernels, layer_backend
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
@@ -113,6 +113,7 @@ def _build_virtual_stage(
             communication,
             model.lora,
             scale,
+            _subtraction(recipe, layer, parallel_state),
         )
         for layer in layers
     ]
@@ -158,3 +159,10 @@ def _choose_backends(recipe: Recipe, parallel_state: ParallelState) -> list[str]
     for name, reason in dict.fromkeys(choices):
         log.info("attention backend %s: %s", name, reason)
     return [name for name, _ in choices]
+
+
+def _subtraction(recipe: Recipe, layer: int, parallel_state: ParallelState) -> str:
+    """Return the backend of the subtraction in a layer of DIFF V2, or "auto"."""
+    kind = recipe.model.attention.of_layer(layer)
+    chosen = chosen_kernels(recipe, kind, parallel_state.device.type)
+    return "auto" if chosen is None else chosen.subtraction

@@ -26,6 +26,7 @@ from diffmegatron.parallel.parallel_state import ParallelState
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.compute.step import LossSum, forward_only
+from diffmegatron.training.kernel_choice import with_chosen_kernels
 from diffmegatron.training.monitoring.metrics import MetricsWriter
 from diffmegatron.training.monitoring.progress import Progress, print_line
 from diffmegatron.training.monitoring.records import log_write_errors
@@ -83,6 +84,8 @@ class Run:
         self.store = CheckpointStore(Path(recipe.run_dir))
         verify_sources(recipe.data, parallel_state, watchdog.long_limit)
         start = starting_checkpoint(self.store, recipe, parallel_state)
+        saved = None if start is None else start.recipe
+        self.recipe = recipe = with_chosen_kernels(recipe, saved, parallel_state)
         self.network = build_model(recipe, parallel_state)
         self.shards = parameter_shards(self.network)
         self.engine = exits.enter_context(ZeroEngine(self.network, recipe, parallel_state))

@@ -47,6 +47,8 @@ class WholeSequence:
         group: context-parallel ranks; None is the same as one rank.
         operation: the operation that the layer may call.
         backend: backend of the operation, or ``auto`` to choose in each call.
+        subtraction: backend of DIFF V2's subtraction, or ``auto`` for that which goes with
+            ``backend``.
     """
 
     def __init__(
@@ -55,11 +57,14 @@ class WholeSequence:
         communication: ContextCommunication,
         operation: Operation,
         backend: str = "auto",
+        subtraction: str = "auto",
     ) -> None:
         self._operation = operation
         kernel = diff_attention if operation == "differential" else softmax_attention
         self._across, self._packed = _functions(kernel, backend, group, communication)
-        self._subtract = partial(subtract_noise, backend=subtraction_backend(backend))
+        if subtraction == "auto":
+            subtraction = subtraction_backend(backend)
+        self._subtract = partial(subtract_noise, backend=subtraction)
 
     def within(self, documents: Tensor | None) -> Context:
         """Return the attention functions for a forward pass.

@@ -439,11 +439,14 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     return None
 
 
-def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple[str, str]:
+def choose_backend(
+    backend: str, call: Call, libraries: frozenset[str], wrong: frozenset[str] = frozenset()
+) -> tuple[str, str]:
     """Return the name of the backend that computes a call, and the reason for the choice.
 
     `backend` is a key of `BACKENDS[call.op]`, or "auto" for the first of `AUTO_ORDER` that can run.
-    `libraries` are the usable optional libraries.
+    `libraries` are the usable optional libraries. "auto" passes over the backends in `wrong`, whose
+    results were measured to be wrong on this machine.
 
     Raises:
         ValueError: the named backend is unknown or cannot run the call, or "auto" finds none.
@@ -454,6 +457,8 @@ def choose_backend(backend: str, call: Call, libraries: frozenset[str]) -> tuple
         orders = AUTO_ORDER[call.op]
         for name in orders.get(call.device, orders["cpu"]):
             reason = why_not(name, call, libraries)
+            if name in wrong:
+                reason = "is wrong on this machine"
             if reason is None:
                 return name, "; ".join([known[name].note, *passed_over])
             passed_over.append(f"not {name}: {reason}")

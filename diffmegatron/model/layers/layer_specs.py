@@ -70,13 +70,15 @@ def layer_spec(
     communication: ContextCommunication = "ring",
     lora: LoraConfig | None = None,
     rotary_scale: float = 1.0,
+    subtraction: str = "auto",
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer.
 
     ``backend`` is the backend of the kind's operation: ``auto`` to choose in each call, or a name
     that the command ``diffmegatron doctor`` lists. ``communication`` is the method of context
     parallelism. Only the local host supports ``lora``. The rotation multiplies queries
-    and keys by ``rotary_scale``.
+    and keys by ``rotary_scale``. ``subtraction`` is the backend of DIFF V2's subtraction; ``auto``
+    for the one that goes with ``backend``.
     """
     input_norm: type = RMSNorm
     mlp_norm: type = RMSNorm
@@ -104,7 +106,7 @@ def layer_spec(
             input_norm = IdentityOp
             keys["self_attention.linear_qkv.layer_norm_"] = "input_layernorm."
     attention = {"kind": kind, "backend": backend, "communication": communication}
-    attention["rotary_scale"] = rotary_scale
+    attention |= {"rotary_scale": rotary_scale, "subtraction": subtraction}
     attention |= {name: linear[name] for name in ("linear_qkv", "linear_proj")}
     return ModuleSpec(
         module=TransformerLayer,

@@ -73,6 +73,7 @@ class SelfAttention(MegatronModule):
         backend: str,
         communication: ContextCommunication,
         rotary_scale: float = 1.0,
+        subtraction: str = "auto",
         linear_qkv: type | ModuleSpec,
         linear_proj: type | ModuleSpec,
     ) -> None:
@@ -86,7 +87,7 @@ class SelfAttention(MegatronModule):
         self.kind, self.layer_number = kind, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
         self.whole_sequence = WholeSequence(
-            self.context_group, communication, kind.operation, backend
+            self.context_group, communication, kind.operation, backend, subtraction
         )
         self.rotary_scale = rotary_scale
         self.lambda_: Tensor | None = None

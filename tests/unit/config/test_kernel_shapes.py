@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffmegatron.config.attention_backend import attention_shape, loss_shape, subtraction_shape
+from diffmegatron.config.attention_backend import attention_shape, subtraction_shape
 from diffmegatron.config.schema import Recipe
 
 V1 = {"signal_heads": 4, "noise_heads": 4, "kv_heads": 2, "head_dim": 8, "has_norm": True}
@@ -58,8 +58,3 @@ def test_diff_v2_attends_with_all_heads_and_subtracts(tiny_recipe):
     assert (subtraction.signal_heads, subtraction.noise_heads) == (4, 2)
     first = tiny_recipe()
     assert subtraction_shape(first, first.model.attention.kinds[0]) is None
-
-
-def test_the_loss_has_a_shard_of_the_vocabulary_and_a_chunk_of_positions(tiny_recipe):
-    shape = loss_shape(tiny_recipe("parallel.tensor=2", "training.loss_chunk=24"))
-    assert (shape.length, shape.keys) == (4 * 22, 160)

@@ -23,7 +23,9 @@ from diffmegatron.measurements.records import (
 from tests.permissions import without_roots_power
 
 MACHINE = Machine(device_type="cpu", name="a CPU", threads=1, libraries={"torch": "2"}, kernels="0")
-SHAPE = KernelShape(operation="softmax", dtype="float32", batch=1, length=8, keys=8, head_dim=4)
+SHAPE = KernelShape(
+    operation="softmax", dtype="float32", batch=1, length=8, keys=8, head_dim=4, signal_heads=2
+)
 
 
 def timing(seconds: float) -> Timing:
