@@ -280,7 +280,9 @@ def _tune_attention(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="without a GPU: compute capability to compile for; default 90 (Hopper)",
     )
-    parser.add_argument("--head-dim", type=int, choices=[64, 96, 128], default=128, help="d")
+    parser.add_argument(
+        "--head-dim", type=int, choices=[64, 80, 96, 112, 128], default=128, help="d"
+    )
     parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=20)

@@ -144,8 +144,8 @@ def compile_launches(
         one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
         variant: one of five. "plain": two maps with equally many heads, and one document. "norm"
             adds the headwise norm. "documents" packs two documents. "grouped" has four heads of the
-            first map per head of the second, and computes the maps in separate kernel launches.
-            "softmax" has one map, and values as wide as queries.
+            first map per head of the second, and the headwise norm. "softmax" has one map, and
+            values as wide as queries.
 
     Returns:
         Compiled kernels by name, without the ending "_kernel".
@@ -164,7 +164,7 @@ def compile_launches(
     maps, lambda_, norm = QKV((q1, q2), (k1, k2), v), torch.tensor(0.5, requires_grad=True), None
     if variant == "softmax":
         maps, lambda_ = QKV((q1,), (k1,), v[..., :head_dim]), None
-    if variant == "norm":
+    if variant in ("norm", "grouped"):
         norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2)
     documents = torch.tensor([0, 7, length]) if variant == "documents" else None
     call = AttentionCall.checked(maps, lambda_, norm, softmax_scale=0.1, cu_seqlens=documents)

@@ -139,7 +139,7 @@ class Costs(Generic[Kind]):
             core, saves_result, fuses_norm = float(ring_saved(sizes)), True, False
         else:
             core, saves_result = backend.saved(sizes), backend.saves_result
-            fuses_norm = backend.fuses_norm and not sizes.is_grouped
+            fuses_norm = backend.fuses_norm
         if saves_result:
             core += run.element * outputs
         if self._declares(HEAD_NORM) and not fuses_norm:

@@ -52,7 +52,7 @@ def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int
 
     With `one_pass`, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
     and both kernels compute the scores and the gradient dP of the weights. Two maps share dP and
-    the product for dV. With `sizes.is_grouped` each map has its own kernels and shares nothing.
+    the product for dV. With `sizes.is_grouped` the maps share nothing.
     """
     if one_pass is None:
         one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)

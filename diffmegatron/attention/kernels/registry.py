@@ -133,7 +133,7 @@ _triton_attention = partial(
     saves_result=True,
     devices=("cuda",),
     dtypes=(*SIXTEEN_BIT_NAMES, "float32"),
-    head_dims=(64, 96, 128),
+    head_dims=(64, 80, 96, 112, 128),
     library="triton",
     is_interpretable=True,
 )

@@ -92,11 +92,14 @@ def split_maps(
     """
     blocks = key.shape[2] // 2
     noise = query.shape[2] // blocks // (ratio + 1)
-    q1, q2 = query.unflatten(2, (blocks, -1)).split([ratio * noise, noise], dim=3)
-    q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
-    if ratio > 1:
-        # Copy the noise heads, because a view of them would keep the signal heads in memory.
-        q2 = q2.contiguous()
+    signal = ratio * noise
+    if blocks == 1 or signal == 1:
+        q1, q2 = query.unflatten(2, (blocks, -1)).split([signal, noise], dim=3)
+        q1, q2 = q1.flatten(2, 3), q2.flatten(2, 3)
+    else:
+        from .split_queries import split_queries
+
+        q1, q2 = split_queries(query, blocks, signal)
     k1, k2 = key.unflatten(2, (blocks, 2)).unbind(3)
     v = value.unflatten(2, (blocks, 2)).flatten(3)
     return q1, k1, q2, k2, v

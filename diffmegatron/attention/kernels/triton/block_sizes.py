@@ -80,10 +80,15 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass, one_pass: 
     return BlockSizes(32, 64, 8, 2 if head_dim <= 64 else 1)
 
 
-def dq_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass) -> BlockSizes:
-    """Return the block sizes of `dq_kernel`."""
+def dq_blocks(
+    head_dim: int, dtype: torch.dtype, target: ChipClass, grouped: bool = False
+) -> BlockSizes:
+    """Return the block sizes of `dq_kernel`; `grouped` if signal heads share a noise head."""
     if dtype not in SIXTEEN_BITS:
         return BlockSizes(32, 32, 4, 1)
     if target is ChipClass.HOPPER:
-        return BlockSizes(128, 64 if head_dim <= 64 else 32, 8, 3, licm=False)
+        # A program for one of two maps has a branch for each map. The compiler gives the two
+        # branches separate memory, and with three stages d = 128 would need 240 KiB.
+        is_large = grouped and head_dim > 64
+        return BlockSizes(128, 64 if head_dim <= 64 else 32, 8, 2 if is_large else 3, licm=False)
     return BlockSizes(64, 32, 4, 2) if head_dim <= 64 else BlockSizes(32, 64, 4, 1)

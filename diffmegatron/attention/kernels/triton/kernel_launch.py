@@ -1,8 +1,9 @@
 """Launch functions of the Triton kernels, with their grids, block sizes and arguments.
 
 Map i is softmax(softmax_scale q_i k_i^T), with the output O_i. The result is O_1 - lambda O_2, or
-with one map O_1. dO is the gradient of the result. In shapes, b is the batch size, s the number of
-query rows and h the number of query heads.
+with one map O_1. dO is the gradient of the result. Several heads of the first map (signal heads)
+may share a head of the second map (noise head). In shapes, b is the batch size, s the number of
+query rows and h the number of heads of a map.
 """
 
 import math
@@ -57,10 +58,11 @@ class Problem(NamedTuple):
 def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | None) -> Problem:
     """Return the settings for `call`; `triton_attention.attend` describes the arguments."""
     q = call.maps.queries[0]
-    if q.shape[0] * q.shape[2] > MOST_HEADS:
+    programs = q.shape[0] * _dq_heads(call.maps)
+    if programs > MOST_HEADS:
         raise ValueError(
-            f"queries of shape {list(q.shape)} have {q.shape[0] * q.shape[2]} heads in all; the "
-            f"triton backend takes {MOST_HEADS} at once, batch times heads"
+            f"queries of shape {list(q.shape)} have {programs} heads in all; the triton backend "
+            f"takes {MOST_HEADS} at once, batch times heads"
         )
     if one_pass is None:
         one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
@@ -91,12 +93,27 @@ def launch_forward(
     norm_weight, normed, norm_eps, norm_scale = norm
     intervals = problem.mask.key_intervals(q.device) if problem.is_packed else (None, None)
     with on_device(q):
-        forward_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-            *_sources(maps, None, blocks, problem.tma), lambda_, *_pair(outs), _pair(lses),
-            norm_weight, normed, _layout(q, k, problem.mask, intervals), *_strides(q, k, v),
+        forward_kernel[(triton.cdiv(length, blocks.M), batch * heads // ratio_of(maps))](
+            *_sources(maps, (), blocks, problem.tma), lambda_, *_pair(outs), _pair(lses),
+            norm_weight, normed, _layout(q, k, problem.mask, intervals),
+            *_strides(q, maps.queries[-1], k, v),
             problem.softmax_scale * LOG2_E, norm_eps, norm_scale,
             NORM=norm_weight is not None, **_constants(maps, blocks, problem),
         )  # fmt: skip
+
+
+class Preprocessed(NamedTuple):
+    """Results of `preprocess_kernel`.
+
+    `grads` is (dO,), or (dO, dO_2) if signal heads share a noise head. dO_2 is the gradient of O_2.
+    `deltas` has for each map the tensor `[b, h, s]` that `launch_backward` needs. `norm_weight` is
+    the gradient of the norm's weight, or None without a norm, and `lambda_` the gradient of lambda.
+    """
+
+    grads: tuple[Tensor, ...]
+    deltas: tuple[Tensor, Tensor]
+    norm_weight: Tensor | None
+    lambda_: Tensor
 
 
 def launch_preprocess(
@@ -105,38 +122,38 @@ def launch_preprocess(
     out2: Tensor,
     lambda_: Tensor,
     norm: tuple[Tensor | None, float, float],
-) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-    """Launch `preprocess_kernel`; return dO, both deltas and the gradient of the norm's weight.
+) -> Preprocessed:
+    """Launch `preprocess_kernel`.
 
     `grad` is the gradient of the normalised result, or dO without a headwise norm. `out` is the
     result before the norm, and `out2` is O_2. `norm` is (weight, eps, factor of the normalised
-    result). Without a norm, the weight and its gradient are None. The deltas are rowsum(dO * O_i),
-    `[b, h, s]`.
+    result); the weight is None without a norm.
     """
     norm_weight, norm_eps, norm_scale = norm
-    delta1, delta2 = row_values(out), row_values(out)
+    delta1, delta2 = row_values(out), row_values(out2)
     batch, length, heads, width = out.shape
-    grid = (triton.cdiv(length, PREPROCESS_ROWS), batch * heads)
-    grad_out, weight_parts = grad, None
-    if norm_weight is not None:
-        grad_out = torch.empty_like(out)
-        weight_parts = delta1.new_empty(grid[0] * grid[1], width)
+    noise_heads = out2.shape[2]
+    grid = (triton.cdiv(length, PREPROCESS_ROWS), batch * noise_heads)
+    grad_out = grad if norm_weight is None else torch.empty_like(out)
+    grad_out2 = None if heads == noise_heads else torch.empty_like(out2)
+    columns = 1 if norm_weight is None else width + 1
+    sums = delta1.new_empty(grid[0] * grid[1], columns)
     with on_device(out):
         preprocess_kernel[grid](
-            grad, out, out2, lambda_, norm_weight, grad_out, weight_parts,
+            grad, out, out2, lambda_, norm_weight, grad_out, grad_out2, sums,
             delta1, delta2, heads, length, grad.stride()[:3], norm_eps, norm_scale,
-            value_width=width, M=PREPROCESS_ROWS,
+            value_width=width, M=PREPROCESS_ROWS, RATIO=heads // noise_heads,
             NORM=norm_weight is not None, num_warps=8,
         )  # fmt: skip
-    weight_grad = None
-    if norm_weight is not None and weight_parts is not None:
-        weight_grad = weight_parts.sum(0).to(norm_weight.dtype)
-    return grad_out, (delta1, delta2), weight_grad
+    totals = sums.sum(0)
+    weight_grad = None if norm_weight is None else totals[:-1].to(norm_weight.dtype)
+    grads = (grad_out,) if grad_out2 is None else (grad_out, grad_out2)
+    return Preprocessed(grads, (delta1, delta2), weight_grad, totals[-1].to(lambda_.dtype))
 
 
 def launch_backward(
     maps: QKV,
-    grad: Tensor,
+    grads: Sequence[Tensor],
     lambda_: Tensor | None,
     lses: Sequence[Tensor],
     deltas: Sequence[Tensor],
@@ -144,28 +161,32 @@ def launch_backward(
 ) -> QKV:
     """Launch the backward kernels, and return the gradients of queries, keys and values.
 
-    `grad` is dO. For each map, `lses` has a tensor `[b, h, s]` of base-2 log-sum-exps, and `deltas`
-    a tensor `[b, h, s]` of rowsum(dO * O_i). `lambda_` is None with one map.
+    `grads` is (dO,), or (dO, dO_2) if signal heads share a noise head, where dO_2 is the gradient
+    of O_2. For each map, `lses` has a tensor `[b, h, s]` of base-2 log-sum-exps. `deltas` has
+    tensors `[b, h, s]` of rowsum(dO * O_i), or with dO_2 of rowsum(dO_2 * O_2). `lambda_` is None
+    with one map.
     """
     q, k, v = maps.queries[0], maps.keys[0], maps.v
-    batch, length, heads, width = q.shape
+    batch, length, _, width = q.shape
     key_length, kv_heads = k.shape[1:3]
+    grad, grad2 = grads[0], grads[-1]
     # With one map the kernels load lambda but do not use it, so pass a zero.
     lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
     if problem.one_pass:
-        dqs = [deltas[0].new_zeros(q.shape) for _ in maps.queries]
+        dqs = [deltas[0].new_zeros(x.shape) for x in maps.queries]
     else:
-        dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in maps.queries]
+        dqs = [torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in maps.queries]
     dks = [torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in maps.keys]
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     none, mask, is_packed = (None, None), problem.mask, problem.is_packed
     rows = (lambda_, _pair(lses), _pair(deltas))
-    shared = (*_strides(q, k, v, grad), problem.softmax_scale, problem.softmax_scale * LOG2_E)
+    strides = _strides(q, maps.queries[-1], k, v, grad, grad2)
+    shared = (*strides, problem.softmax_scale, problem.softmax_scale * LOG2_E)
     with on_device(q):
         blocks = dkdv_blocks(width, q.dtype, problem.target, problem.one_pass)
         intervals = mask.query_intervals(q.device) if is_packed else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
-            *_sources(maps, grad, blocks, problem.tma), *rows,
+            *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,
             _pair(dks), dv, _pair(dqs) if problem.one_pass else none,
             _layout(q, k, mask, intervals), *shared,
             ONE_PASS=problem.one_pass, **_constants(maps, blocks, problem),
@@ -176,14 +197,25 @@ def launch_backward(
                 for dq in dqs
             ]
         else:
-            blocks = dq_blocks(width, q.dtype, problem.target)
+            blocks = dq_blocks(width, q.dtype, problem.target, ratio_of(maps) > 1)
             intervals = mask.key_intervals(q.device) if is_packed else none
-            dq_kernel[(triton.cdiv(length, blocks.M), batch * heads)](
-                *_sources(maps, grad, blocks, problem.tma), *rows,
+            dq_kernel[(triton.cdiv(length, blocks.M), batch * _dq_heads(maps))](
+                *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,
                 _pair(dqs), _layout(q, k, mask, intervals), *shared,
                 **_constants(maps, blocks, problem),
             )  # fmt: skip
     return QKV(tuple(dqs), tuple(dks), dv)
+
+
+def ratio_of(maps: QKV) -> int:
+    """Return the number of signal heads that share a noise head; 1 with one map."""
+    return maps.queries[0].shape[2] // maps.queries[-1].shape[2]
+
+
+def _dq_heads(maps: QKV) -> int:
+    """Return the number of heads that the grid of `dq_kernel` has for each batch row."""
+    counts = [q.shape[2] for q in maps.queries]
+    return counts[0] if ratio_of(maps) == 1 else sum(counts)
 
 
 def _pair(of_maps: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -201,16 +233,15 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
     return [x.stride()[:3] for x in tensors]
 
 
-def _sources(maps: QKV, grad: Tensor | None, blocks: BlockSizes, tma: bool) -> list[Any]:
-    """Return q1, k1, q2, k2, v, and `grad` unless it is None; with `tma` as tensor descriptors.
+def _sources(maps: QKV, grads: Sequence[Tensor], blocks: BlockSizes, tma: bool) -> list[Any]:
+    """Return q1, k1, q2, k2, v, and the `grads`; with `tma` as tensor descriptors.
 
     With one map, q1 and k1 also take the places of q2 and k2, which the kernels do not use.
     """
-    tensors = [maps.queries[0], maps.keys[0], maps.queries[-1], maps.keys[-1], maps.v]
-    tensors += [] if grad is None else [grad]
+    tensors = [maps.queries[0], maps.keys[0], maps.queries[-1], maps.keys[-1], maps.v, *grads]
     if not tma:
         return tensors
-    rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M)
+    rows = (blocks.M, blocks.N, blocks.M, blocks.N, blocks.N, blocks.M, blocks.M)
     return [_descriptor(x, row_count) for x, row_count in zip(tensors, rows, strict=False)]
 
 
@@ -228,6 +259,7 @@ def _constants(maps: QKV, blocks: BlockSizes, problem: Problem) -> dict[str, Any
         M=blocks.M,
         N=blocks.N,
         MAPS=len(maps.queries),
+        RATIO=ratio_of(maps),
         CAUSAL=problem.mask.causal,
         DOCUMENTS=problem.is_packed,
         TMA=problem.tma,

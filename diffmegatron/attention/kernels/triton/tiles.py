@@ -50,9 +50,10 @@ class Config(NamedTuple):
     """Compile-time options of the kernels, for blocks of M query rows and N keys.
 
     `width` is the width of a query, and `value_width` of a value. `MAPS` is the number of softmax
-    maps, 1 or 2. With `DOCUMENTS`, the mask has packed documents. With `TMA` (Tensor Memory
-    Accelerator), q, k, v and dO are loaded through tensor descriptors. `DISABLE_LICM` turns off
-    loop-invariant code motion.
+    maps, 1 or 2. `RATIO` is the number of heads of the first map (signal heads) that share a head
+    of the second map (noise head), or 1 with one map. With `DOCUMENTS`, the mask has packed
+    documents. With `TMA` (Tensor Memory Accelerator), q, k, v and dO are loaded through tensor
+    descriptors. `DISABLE_LICM` turns off loop-invariant code motion.
     """
 
     width: int
@@ -60,6 +61,7 @@ class Config(NamedTuple):
     M: int
     N: int
     MAPS: int
+    RATIO: int
     CAUSAL: bool
     DOCUMENTS: bool
     TMA: bool

@@ -166,7 +166,7 @@ def test_triton_is_refused_where_it_cannot_run():
         ("cpu", "bfloat16", 128, libraries, "needs a cuda device, got cpu"),
         ("cuda", "bfloat16", 128, NOTHING, "needs the library triton"),
         ("cuda", "float64", 128, libraries, "takes bfloat16, float16, float32, got float64"),
-        ("cuda", "bfloat16", 80, libraries, "takes head_dim 64, 96, 128, got 80"),
+        ("cuda", "bfloat16", 72, libraries, "takes head_dim 64, 80, 96, 112, 128, got 72"),
     ):
         with pytest.raises(ValueError, match=f"backend='triton' cannot run: it {reason}"):
             choose_backend("triton", Call("differential", device, dtype, head_dim), available)
