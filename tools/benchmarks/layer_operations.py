@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diffmegatron.attention.context_parallel import whole_sequence
-from diffmegatron.attention.kernels import api
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model import build, cross_entropy_kernel, language_model_loss
@@ -208,7 +207,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
     def norm(hidden: Tensor, _: object, weight: Tensor, __: float) -> Tensor:
         return _stand_in(partial(work.count, "rms_norm"), hidden.shape, hidden, weight)
 
-    def subtraction(heads: Tensor, lambda_: Tensor) -> Tensor:
+    def subtraction(heads: Tensor, lambda_: Tensor, **_: object) -> Tensor:
         shape = (*lambda_.shape, heads.shape[-1])
         return _stand_in(partial(work.count, "subtract_noise"), shape, heads, lambda_)
 
@@ -224,7 +223,7 @@ def _stand_ins(work: Work) -> Iterator[None]:
         mock.patch.object(cross_entropy_kernel, "cross_entropy", loss),
         mock.patch.object(whole_sequence, "diff_attention", attention),
         mock.patch.object(whole_sequence, "softmax_attention", attention),
-        mock.patch.object(api, "subtract_noise", subtraction),
+        mock.patch.object(whole_sequence, "subtract_noise", subtraction),
         mock.patch.object(mlp, "bias_swiglu_impl", swiglu),
         mock.patch.object(torch.nn.functional, "rms_norm", norm),
     ):
