@@ -51,6 +51,7 @@ RECORDED = {
         (90, BF16, 128, "split", "softmax"): {},
         (90, BF16, 128, "one-pass", "plain"): {"dkdv": (176, 16)},
         (90, BF16, 80, "split", "plain"): {},
+        (90, BF16, 256, "split", "norm"): {"dkdv": (8, 0), "dq": (40, 1)},
         (90, BF16, 64, "one-pass", "norm"): {},
         (90, BF16, 64, "split", "plain"): {},
         (90, BF16, 64, "split", "documents"): {},
@@ -82,6 +83,7 @@ RECORDED = {
         (90, BF16, 128, "split", "softmax"): {},
         (90, BF16, 128, "one-pass", "plain"): {"dkdv": (280, 39)},
         (90, BF16, 80, "split", "plain"): {},
+        (90, BF16, 256, "split", "norm"): {"dkdv": (8, 0), "dq": (40, 1)},
         (90, BF16, 64, "one-pass", "norm"): {},
         (90, BF16, 64, "split", "plain"): {},
         (90, BF16, 64, "split", "documents"): {},
@@ -138,7 +140,8 @@ def test_resources_of_every_launch(configuration):
             assert usage.stack <= stack, kernel
             assert usage.spills <= spills, kernel
         assert usage.shared <= SHARED_LIMIT[capability], kernel
-        assert usage.has_wgmma == (capability == 90 and dtype == BF16), kernel
+        is_hopper = capability == 90 and dtype == BF16 and head_dim <= 128
+        assert usage.has_wgmma == is_hopper, kernel
         assert not usage.is_serialized, kernel
         if "tcgen05.mma" in launches[kernel].asm["ptx"]:
             # The instructions of Blackwell's products into tensor memory do not show their sizes.
@@ -148,10 +151,10 @@ def test_resources_of_every_launch(configuration):
         # a product.
         is_one_pass = kernel == "dkdv" and form == "one-pass"
         count = counts["dkdv one-pass" if is_one_pass else kernel]
-        target = triton_blocks.target_of(dtype, divmod(capability, 10))
+        target = triton_blocks.target_of(dtype, divmod(capability, 10), head_dim)
         further = {"dkdv": (form == "one-pass",), "dq": (variant == "grouped",)}
         blocks = CHOOSE_BLOCKS[kernel](head_dim, dtype, target, *further.get(kernel, ()))
-        columns = 64 if head_dim <= 64 else 128
+        columns = triton.next_power_of_2(head_dim)
         assert usage.products == loops * count * columns * blocks.M * blocks.N, kernel
 
 

@@ -151,7 +151,7 @@ def compile_launches(
         Compiled kernels by name, without the ending "_kernel".
     """
     length, heads = 512, 12
-    target = triton_blocks.target_of(dtype, divmod(capability, 10))
+    target = triton_blocks.target_of(dtype, divmod(capability, 10), head_dim)
 
     def draw(columns: int, count: int = heads) -> Tensor:
         return torch.zeros(1, length, count, columns, dtype=dtype, requires_grad=True)

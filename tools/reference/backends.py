@@ -50,6 +50,7 @@ def _row(op: Op, name: str, backend: Backend) -> tuple[str, ...]:
         " or ".join(backend.devices or ("any device",)),
         ", ".join(backend.dtypes or ("any float dtype",)),
         f"d {_numbers(backend.head_dims)}" if backend.head_dims else "any d",
+        *(f"{dtype}: d {_numbers(each)}" for dtype, each in backend.dtype_head_dims.items()),
         *(f"{chip}.x: d up to {most}" for chip, most in backend.chips.items()),
     ]
     return (

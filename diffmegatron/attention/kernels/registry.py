@@ -83,6 +83,7 @@ class Backend:
             v that the backward pass needs.
         saves_result: whether the backward pass needs the result before any headwise norm.
         devices, dtypes, head_dims: supported values; None means any.
+        dtype_head_dims: dtype -> supported values of head_dim, if these are not `head_dims`.
         chips: major compute capability -> largest supported `head_dim`; empty means that all GPUs
             support all `head_dims`.
         library: key of `LIBRARIES`, the required library, or None.
@@ -107,6 +108,7 @@ class Backend:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
+    dtype_head_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     chips: Mapping[int, int] = field(default_factory=dict)
     library: str | None = None
     computes_hidden_pairs: bool = False
@@ -133,7 +135,8 @@ _triton_attention = partial(
     saves_result=True,
     devices=("cuda",),
     dtypes=(*SIXTEEN_BIT_NAMES, "float32"),
-    head_dims=(64, 80, 96, 112, 128),
+    head_dims=(64, 80, 96, 112, 128, 192, 256),
+    dtype_head_dims={"float32": (64, 80, 96, 112, 128)},
     library="triton",
     is_interpretable=True,
 )
@@ -409,7 +412,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     backend = BACKENDS[call.op][name]
     # Triton's interpreter runs on the CPU, without the limits of the GPU kernels.
     if backend.is_interpretable and os.environ.get("TRITON_INTERPRET") == "1":
-        backend = replace(backend, devices=None, dtypes=None, head_dims=None)
+        backend = replace(backend, devices=None, dtypes=None, head_dims=None, dtype_head_dims={})
     if backend.devices is not None and call.device not in backend.devices:
         return f"needs a {' or '.join(backend.devices)} device, got {call.device}"
     if backend.library is not None and backend.library not in libraries:
@@ -419,8 +422,10 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
         )
     if backend.dtypes is not None and call.dtype not in backend.dtypes:
         return f"takes {', '.join(backend.dtypes)}, got {call.dtype}"
-    if backend.head_dims is not None and call.head_dim not in backend.head_dims:
-        return f"takes head_dim {', '.join(map(str, backend.head_dims))}, got {call.head_dim}"
+    widths = backend.dtype_head_dims.get(call.dtype, backend.head_dims)
+    if widths is not None and call.head_dim not in widths:
+        of_dtype = f" in {call.dtype}" if call.dtype in backend.dtype_head_dims else ""
+        return f"takes head_dim {', '.join(map(str, widths))}{of_dtype}, got {call.head_dim}"
     if backend.chips and call.chip is not None:
         if call.chip not in backend.chips:
             names = " or ".join(f"{chip}.x" for chip in backend.chips)

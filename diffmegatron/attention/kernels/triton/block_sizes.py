@@ -42,15 +42,16 @@ class ChipClass(Enum):
     SMALL = "small"
 
 
-def target_of(dtype: torch.dtype, capability: tuple[int, int]) -> ChipClass:
-    """Return the target for a chip of this compute capability and this dtype.
+def target_of(dtype: torch.dtype, capability: tuple[int, int], head_dim: int = 128) -> ChipClass:
+    """Return the target for a chip of this compute capability, and this dtype and head_dim.
 
-    Only 16-bit dtypes on Hopper (9.x) use tensor descriptors. With descriptors for fp32 tiles the
-    backward kernels would spill kilobytes of registers. On Blackwell (10.x) Triton's pipeliner
-    aborts the process if a loop prefetches tiles through descriptors and contains the inline
-    assembly of `tiles.opaque`.
+    Only 16-bit dtypes on Hopper (9.x) use tensor descriptors, up to a head_dim of 128. Above, the
+    blocks are smaller than the 64 rows of Hopper's matrix instructions. With descriptors for fp32
+    tiles the backward kernels would spill kilobytes of registers. On Blackwell (10.x) Triton's
+    pipeliner aborts the process if a loop prefetches tiles through descriptors and contains the
+    inline assembly of `tiles.opaque`.
     """
-    if capability[0] == 9 and dtype in SIXTEEN_BITS:
+    if capability[0] == 9 and dtype in SIXTEEN_BITS and head_dim <= 128:
         return ChipClass.HOPPER
     is_large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
     return ChipClass.LARGE if is_large else ChipClass.SMALL
@@ -60,6 +61,8 @@ def forward_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass) -> Bloc
     """Return the block sizes of `forward_kernel`."""
     if dtype not in SIXTEEN_BITS:
         return BlockSizes(32, 32, 4, 1)
+    if head_dim > 128:
+        return BlockSizes(32, 32, 8, 2)
     if target is ChipClass.HOPPER:
         return BlockSizes(128, 64, 8, 3, licm=False)
     return BlockSizes(64, 64, 4 if head_dim <= 64 else 8, 2)
@@ -70,6 +73,8 @@ def dkdv_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass, one_pass: 
     is_cramped = target is ChipClass.SMALL and head_dim > 64
     if dtype not in SIXTEEN_BITS:
         return BlockSizes(16, 16, 2, 1) if is_cramped else BlockSizes(16, 32, 4, 1)
+    if head_dim > 128:
+        return BlockSizes(16, 32, 8, 1)
     if target is ChipClass.HOPPER:
         # Above head_dim 64 the one-pass form spills registers with either value of `licm`. With
         # True, the loop accesses the stack less often.
@@ -86,6 +91,8 @@ def dq_blocks(
     """Return the block sizes of `dq_kernel`; `grouped` if signal heads share a noise head."""
     if dtype not in SIXTEEN_BITS:
         return BlockSizes(32, 32, 4, 1)
+    if head_dim > 128:
+        return BlockSizes(32, 16, 8, 1)
     if target is ChipClass.HOPPER:
         # A program for one of two maps has a branch for each map. The compiler gives the two
         # branches separate memory, and with three stages d = 128 would need 240 KiB.

@@ -69,7 +69,7 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | N
     if target is None:
         # CPU tensors run in Triton's interpreter, where blocks of all sizes fit.
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-        target = target_of(q.dtype, capability)
+        target = target_of(q.dtype, capability, q.shape[-1])
     return Problem(call.scale, call.mask, one_pass, target)
 
 
@@ -133,7 +133,9 @@ def launch_preprocess(
     delta1, delta2 = row_values(out), row_values(out2)
     batch, length, heads, width = out.shape
     noise_heads = out2.shape[2]
-    grid = (triton.cdiv(length, PREPROCESS_ROWS), batch * noise_heads)
+    # With values of more than 256 columns, as many rows would not fit the registers.
+    rows = PREPROCESS_ROWS if width <= 256 else PREPROCESS_ROWS // 2
+    grid = (triton.cdiv(length, rows), batch * noise_heads)
     grad_out = grad if norm_weight is None else torch.empty_like(out)
     grad_out2 = None if heads == noise_heads else torch.empty_like(out2)
     columns = 1 if norm_weight is None else width + 1
@@ -142,7 +144,7 @@ def launch_preprocess(
         preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, grad_out2, sums,
             delta1, delta2, heads, length, grad.stride()[:3], norm_eps, norm_scale,
-            value_width=width, M=PREPROCESS_ROWS, RATIO=heads // noise_heads,
+            value_width=width, M=rows, RATIO=heads // noise_heads,
             NORM=norm_weight is not None, num_warps=8,
         )  # fmt: skip
     totals = sums.sum(0)

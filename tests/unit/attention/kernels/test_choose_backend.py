@@ -166,7 +166,14 @@ def test_triton_is_refused_where_it_cannot_run():
         ("cpu", "bfloat16", 128, libraries, "needs a cuda device, got cpu"),
         ("cuda", "bfloat16", 128, NOTHING, "needs the library triton"),
         ("cuda", "float64", 128, libraries, "takes bfloat16, float16, float32, got float64"),
-        ("cuda", "bfloat16", 72, libraries, "takes head_dim 64, 80, 96, 112, 128, got 72"),
+        (
+            "cuda",
+            "bfloat16",
+            72,
+            libraries,
+            "takes head_dim 64, 80, 96, 112, 128, 192, 256, got 72",
+        ),
+        ("cuda", "float32", 256, libraries, "takes head_dim .*, 112, 128 in float32, got 256"),
     ):
         with pytest.raises(ValueError, match=f"backend='triton' cannot run: it {reason}"):
             choose_backend("triton", Call("differential", device, dtype, head_dim), available)
