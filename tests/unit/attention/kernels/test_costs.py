@@ -101,6 +101,9 @@ def test_v2_keeps_its_heads_and_lambda_once():
     assert saved_bytes(subtract_noise, q, lambda_) == (0, False)
 
 
+VARLEN = ("varlen", "varlen_fa3", "varlen_fa4")
+
+
 def per_head(row, noise_heads, heads=12, d=64):
     """Return forward and backward multiply-adds per query-key pair and signal head, divided by d.
 
@@ -122,7 +125,9 @@ def test_work_per_pair_is_that_of_the_papers():
         "flash_4call": (8, 20),
         "cudnn_2call": (6, 14),
         "sdpa_4call": (8, 20),
+        "flash4_2call": (6, 14),
         "flex": (6, 14),
+        **dict.fromkeys(VARLEN, (8, 20)),
     }
     assert {name: per_head(row, 12) for name, row in DIFFERENTIAL.items()} == counts
     sizes = Sizes(2, 128, 12, 12, 12, 1)
@@ -132,7 +137,8 @@ def test_work_per_pair_is_that_of_the_papers():
     # softmax attention are as wide as one differential head.
     assert {name: per_head(row, 0) for name, row in SOFTMAX.items()} == {
         "reference": (2, 4),
-        **dict.fromkeys(("blocked", "triton", "sdpa", "flash_attn", "flex"), (2, 5)),
+        **dict.fromkeys(("blocked", "triton", "sdpa", "flash_attn", "flash4", "flex"), (2, 5)),
+        **dict.fromkeys(VARLEN, (2, 5)),
     }
 
 
