@@ -97,12 +97,6 @@ class Partition:
 class _ParameterPartition(Partition):
     """Partition of ZeRO 3: each rank stores an equal, padded range of each parameter."""
 
-    def __init__(self, zero_optimizer: Any) -> None:
-        super().__init__(zero_optimizer)
-        # The first forward pass reads lambda vectors before it enters the modules that own them.
-        # DeepSpeed gathers the small parameters only when their module first runs.
-        self._gather_small_parameters()
-
     @property
     def flats(self) -> list[Tensor]:
         return self._optimizer.fp32_partitioned_groups_flat
@@ -130,9 +124,6 @@ class _ParameterPartition(Partition):
     def clean_up(self) -> None:
         # DeepSpeed does not gather small parameters at the end of a step that it dropped.
         # The report of this step needs them to compute lambda.
-        self._gather_small_parameters()
-
-    def _gather_small_parameters(self) -> None:
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
