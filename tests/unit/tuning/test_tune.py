@@ -8,12 +8,13 @@ import torch
 from diffmegatron.attention.kernels.installed_backends import installed_backend
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.errors import UserError
-from diffmegatron.measurements.cache import cache_file, cached_measurements
+from diffmegatron.measurements.cache import cache_file, cached_measurements, read_measurements
 from diffmegatron.measurements.machine import this_machine
 from diffmegatron.measurements.records import KernelShape, TriedBackend
 from diffmegatron.tuning import tune as tuning
-from diffmegatron.tuning.tables import print_tuned
+from diffmegatron.tuning.tables import kernel_rows, print_tuned
 from diffmegatron.tuning.verification import checks_of, verify
+from tests.paths import RESULTS
 from tests.permissions import without_roots_power
 from tests.unit.tuning.backends import FUNCTIONS, stand_in
 
@@ -202,3 +203,20 @@ def test_a_damaged_file_is_replaced_and_a_folder_without_permission_reported(
 
 def test_a_tried_backend_without_times_has_no_seconds():
     assert TriedBackend(backend="sdpa").seconds is None
+
+
+def test_the_pages_have_the_measured_rows():
+    first, again = (
+        read_measurements(RESULTS / f"{n}.json") for n in ("tune_cpu", "tune_cpu_again")
+    )
+    table = (RESULTS / "tune_cpu.md").read_text()
+    several = [each for each in first.kernels if len(each.candidates) > 1]
+    assert len(several) == 6
+    for each in several:
+        for row in kernel_rows(each):
+            assert f"| {tuning.describe_shape(each.shape)} | {' | '.join(row)} |" in table
+        second = again.of_shape(each.shape)
+        assert each.fastest and second and second.fastest
+        assert each.fastest.backend == second.fastest.backend
+    page = (RESULTS.parent / "kernels.md").read_text()
+    assert all(f"| {' | '.join(row)} |" in page for row in kernel_rows(several[0]))
