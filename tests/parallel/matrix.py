@@ -80,6 +80,7 @@ PATTERN = (
     "model.attention=[{kind: diff_v1, num_heads: 2, layers: 3-4}, {kind: diff_v2, num_heads: 4, "
     "num_kv_heads: 2, layers: 1}, {kind: softmax, num_heads: 4, num_kv_heads: 2}]",
 )
+MUON = ("optimizer.kind=muon",)
 # In models with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
@@ -117,6 +118,17 @@ MODELS: dict[str, tuple[str, ...]] = {
     "dex": DEX_2,
     "dex-deep": (*DEX_4, *DEEP),
     "pattern": (*PATTERN, *TWO),
+    "muon": (*MUON, "model.tied_embeddings=true"),
+    "muon-v2": (
+        *MUON,
+        *V2,
+        "optimizer.muon={per_head: true, lr: 0.002}",
+        "model.attention.output_gate=elementwise",
+    ),
+    "muon-part": (*MUON, *PART),
+    "muon-dex": (*MUON, *DEX_2),
+    "muon-pattern": (*MUON, *PATTERN, *TWO),
+    "muon-bf16": (*MUON, "training.precision=bf16"),
 }
 
 
@@ -218,6 +230,19 @@ LAYOUTS = tuple(
         ("pattern", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
         ("pattern", 2, "PP2 interleaved", INTERLEAVED),
         ("pattern", 2, "CP2 ring", context(2, "ring")),
+        ("muon", 2, "TP2", TENSOR),
+        ("muon", 2, "DP2 ZeRO 1", SMALL),
+        ("muon", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
+        ("muon", 2, "PP2 + offload", (*PIPELINE, *OFFLOAD)),
+        ("muon-v2", 2, "TP2 + SP", SEQUENCE),
+        ("muon-part", 2, "DP2 ZeRO 2 + offload", (*ZERO2, *OFFLOAD, *SMALL)),
+        ("muon-dex", 2, "TP2 + SP", SEQUENCE),
+        ("muon-pattern", 2, "PP2 interleaved", INTERLEAVED),
+        ("muon-part", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
+        ("muon-pattern", 4, "TP2 + SP x DP2 ZeRO 3", (*SEQUENCE, *ZERO3, *SMALL)),
+        ("muon-bf16", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
+        ("muon", 8, "TP2 + SP x PP2 x DP2", (*SEQUENCE, *PIPELINE, *SMALL)),
+        ("muon-v2", 8, "TP2 x CP2 ring x DP2 ZeRO 2", (*TENSOR, *ZERO2, *TWO, *context(2, "ring"))),
         ("gqa", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
         ("bf16", 4, "TP2 + SP x DP2 ZeRO 1", (*SEQUENCE, *SMALL)),
         ("tied", 4, "DP4 ZeRO 1", SMALL),
