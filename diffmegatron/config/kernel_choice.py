@@ -137,9 +137,11 @@ def _new_choice(
     recipe: RecipeSections, kind: AttentionKind, here: Surroundings
 ) -> tuple[KindKernels, str]:
     """Return the fastest right kernels of a kind; without a measurement, those of the order."""
+    if here.measured is None:
+        return _in_order(recipe, kind, here)
     shape = attention_shape(recipe, kind)
     name = _fastest(shape, here)
-    if name is None or here.measured is None:
+    if name is None:
         return _in_order(recipe, kind, here)
     found, machine = here.measured.of_shape(shape), here.measured.machine
     assert found is not None
@@ -166,8 +168,8 @@ def _kernels(attention: str, subtraction: str, origin: str) -> KindKernels:
 
 def _subtraction(recipe: RecipeSections, kind: AttentionKind, here: Surroundings) -> str:
     """Return the backend of DIFF V2's subtraction; "auto" without a measurement."""
-    shape = subtraction_shape(recipe, kind)
-    if shape is None or here.measured is None:
+    shape = None if here.measured is None else subtraction_shape(recipe, kind)
+    if shape is None:
         return "auto"
     if (fastest := _fastest(shape, here)) is not None:
         return fastest
