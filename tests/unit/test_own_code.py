@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from tests.conftest import TINY
 from tests.paths import ROOT
 from tests.robustness.bad_paths import CLUSTER, run
 
-PAGE = (ROOT / "docs/variants.md").read_text()
-(EXAMPLE,) = re.findall(r"^```python\n(# my_attention\.py\n.*?)^```", PAGE, re.S | re.M)
+EXAMPLE = (ROOT / "examples/own_export.py").read_text()
 GATED, *COSTS = (ROOT / "examples/own_kind.py").read_text().partition("\n\n@register_costs")
 COSTS = "".join(COSTS)
 KIND = "model.attention={kind: gained, num_heads: 4, num_kv_heads: 2}"
