@@ -90,6 +90,10 @@ class Costs(Generic[Kind]):
         is_headwise = self._declares(OUTPUT_GATE)
         return self.kind.num_heads if is_headwise else self.kind.heads.channels("g")
 
+    def _copies_halves(self) -> bool:
+        """Return whether the layer copies the heads of both maps together, from unequal halves."""
+        return [kind for kind, _ in self.kind.heads.group].count("q") > 1
+
     def _declares(self, name: str) -> bool:
         return any(each.name == name for each in self.kind.parameters(1))
 
@@ -106,8 +110,8 @@ class Costs(Generic[Kind]):
             saved += FLOAT32 * channels
             if run.element < FLOAT32:
                 return saved + FLOAT32 * channels
-        if [kind for kind, _ in heads.group].count("q") > 1:
-            # The layer has copied the heads of both maps together, and the input is this copy.
+        if self._copies_halves():
+            # The input is the copy.
             return saved + run.element * channels
         # The input is a view that keeps all of linear_qkv's output in memory. This output is
         # counted already if attention saves another view of it.
@@ -123,6 +127,8 @@ class Costs(Generic[Kind]):
             # projection saves the difference.
             signal = heads.output_channels // heads.head_dim
             core += run.element * heads.query_channels + FLOAT32 * signal
+            # Recomputation does not compute lambda again.
+            inputs += FLOAT32 * signal if run.recomputes_core else 0
         if self._declares(HEAD_NORM):
             # The output projection saves the norm's output, so the kernel's output is an additional
             # tensor. The norm saves a float32 per head, and its input in float32 if the kernel's
@@ -149,8 +155,10 @@ class Costs(Generic[Kind]):
             core += FLOAT32 * (outputs * copies + sizes.signal_heads)
         inputs = run.element * heads.query_channels
         if run.recomputes_core:
-            # Recomputation saves v, a view that keeps all of linear_qkv's output in memory.
-            inputs += run.element * heads.qkv_channels
+            # Recomputation saves q, k and v of this rank. v is a view that keeps all of
+            # linear_qkv's output in memory, or a copy of both halves.
+            kept = heads.key_channels if self._copies_halves() else heads.qkv_channels
+            return inputs + run.element * (heads.key_channels + kept), core
         return inputs + self._key_value_bytes(run, sizes), core
 
     def _key_value_bytes(self, run: LayerRun, sizes: Sizes) -> float:

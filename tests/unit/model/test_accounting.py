@@ -57,7 +57,7 @@ ADDITIONS = {
 }
 
 
-def make_recipe(model=None, training=None, parallel=None, attention=None) -> Recipe:
+def make_recipe(model=None, training=None, parallel=None, attention=None, recompute=None) -> Recipe:
     sizes = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -74,6 +74,7 @@ def make_recipe(model=None, training=None, parallel=None, attention=None) -> Rec
             "training": length | (training or {}),
             "optimizer": {"lr": 1e-3},
             "parallel": parallel or {},
+            "recompute": recompute or {},
         }
     )
 
@@ -331,6 +332,26 @@ def test_counted_activations_match_the_saved_tensors(
     (counted,) = memory_by_stage(recipe, 1, "cpu")
     probabilities = 4 * BATCH * LENGTH * VOCABULARY
     # The tolerance covers token ids, label positions and scalars, which are not counted.
+    assert kept == pytest.approx(counted.activations + probabilities, rel=0.004)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("gate", [None, "elementwise", "headwise"])
+@pytest.mark.parametrize("kind", GATED)
+def test_counted_activations_match_those_of_selective_recomputation(
+    kind, gate, precision, monkeypatch
+):
+    monkeypatch.setattr(build, "available_host", lambda _: "local")
+    recipe = make_recipe(
+        None,
+        {"precision": precision},
+        attention=KINDS[kind] | {"output_gate": gate},
+        recompute={"granularity": "selective"},
+    )
+    with process_groups(recipe.parallel, seed=1) as parallel_state:
+        kept = bytes_kept_for_backward(build_model(recipe, parallel_state))
+    (counted,) = memory_by_stage(recipe, 1, "cpu")
+    probabilities = 4 * BATCH * LENGTH * VOCABULARY
     assert kept == pytest.approx(counted.activations + probabilities, rel=0.004)
 
 
