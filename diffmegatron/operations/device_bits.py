@@ -10,8 +10,15 @@ from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
-from diffmegatron.config.attention_backend import attention_shape, layer_backend, subtraction_shape
+from diffmegatron.config.attention_backend import (
+    attention_shape,
+    chosen_kernels,
+    layer_backend,
+    subtraction_shape,
+)
+from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
 from diffmegatron.config.schema import Recipe
+from diffmegatron.measurements.cache import measurements_here
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.measurements.records import KernelShape
 from diffmegatron.model.accounting.parameters import counted_kinds
@@ -39,8 +46,8 @@ def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, 
     """Return the CRC-32 of what the device computes from fixed random numbers, by name.
 
     The computations are a matrix product, and the output and gradients of each kernel of attention
-    that the recipes choose for this device, in the shapes of training (on a CPU with shorter
-    sequences). Sums have a fixed order if the kernel has such a form.
+    that new runs of the recipes choose on this machine, in the shapes of training (on a CPU with
+    shorter sequences). Sums have a fixed order if the kernel has such a form.
     """
     found: dict[str, int] = {}
     # On a CPU all sums have a fixed order, and entering this context imports Inductor.
@@ -56,18 +63,26 @@ def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, 
 def _computations(
     recipes: Sequence[Recipe], device: torch.device
 ) -> Iterator[tuple[str, Computation]]:
+    measured = measurements_here(device.type)
+    here = Surroundings(device.type, importable_libraries(), measured)
     for recipe in recipes:
         yield "a matrix product", partial(_multiply, device)
+        chosen = {"chosen_kernels": choose_kernels(recipe, here).kernels}
+        training = recipe.training.model_copy(update=chosen)
+        resolved = recipe.model_copy(update={"training": training})
         for kind, _ in counted_kinds(recipe.model):
-            backend, _ = layer_backend(recipe, kind, device.type, importable_libraries())
-            subtract = subtraction_backend(backend)
-            for name, shape, chosen in (
-                (OPS[kind.operation], attention_shape(recipe, kind), backend),
-                (OPS["subtraction"], subtraction_shape(recipe, kind), subtract),
+            attention, _ = layer_backend(resolved, kind, device.type, here.libraries)
+            kernels = chosen_kernels(resolved, kind, device.type)
+            subtraction: str = "auto" if kernels is None else kernels.subtraction
+            if subtraction == "auto":
+                subtraction = subtraction_backend(attention)
+            for name, shape, backend in (
+                (OPS[kind.operation], attention_shape(recipe, kind), attention),
+                (OPS["subtraction"], subtraction_shape(recipe, kind), subtraction),
             ):
                 if shape is not None:
                     small = _shortened(shape) if device.type == "cpu" else shape
-                    yield f"{name} ({chosen})", partial(_attend, small, chosen, device)
+                    yield f"{name} ({backend})", partial(_attend, small, backend, device)
 
 
 def _multiply(device: torch.device) -> list[Tensor]:

@@ -8,7 +8,16 @@ import subprocess
 import pytest
 import torch
 
+from diffmegatron.config.attention_backend import attention_shape
 from diffmegatron.errors import UnfitNodeError, UserError
+from diffmegatron.measurements.cache import cache_file, write_measurements
+from diffmegatron.measurements.machine import this_machine
+from diffmegatron.measurements.records import (
+    KernelMeasurement,
+    Measurements,
+    Timing,
+    TriedBackend,
+)
 from diffmegatron.operations import preflight
 from diffmegatron.operations.device_bits import UNSTEADY, computed_bits
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
@@ -133,6 +142,25 @@ def test_one_wrong_gradient_changes_the_bits(tiny_recipe, monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", wrong)
     found = computed_bits([recipe], device)
     assert [name for name in right if found[name] != right[name]] == [*right][1:]
+
+
+def test_the_kernels_that_were_measured_to_be_fastest_are_compared(
+    tiny_recipe, tmp_path, monkeypatch
+):
+    recipe, machine = tiny_recipe(), this_machine()
+    candidates = []
+    for backend, seconds in (("blocked", 0.2), ("sdpa_4call", 0.1)):
+        time = Timing(median=seconds, spread=0.0)
+        candidates.append(TriedBackend(backend=backend, error=0.5, forward=time, backward=time))
+    kernel = KernelMeasurement(
+        shape=attention_shape(recipe, recipe.model.attention.kinds[0]),
+        candidates=tuple(candidates),
+        measured_at="2026-11-28T17:05:00Z",
+    )
+    monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path))
+    write_measurements(cache_file(machine), Measurements(machine=machine, kernels=(kernel,)))
+    found = computed_bits([recipe], torch.device("cpu"))
+    assert [*found] == ["a matrix product", "differential attention (sdpa_4call)"]
 
 
 def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):
