@@ -52,7 +52,6 @@ FEATURES = (
     "recompute.granularity=full",
     "optimizer.kind=muon",
     "optimizer.trainable=[*.mlp.*]",
-    "optimizer.kind=muon",
     "parallel.overlap_gradients=true",
 )
 # Overrides that a feature needs besides its own, or in place of it.
