@@ -31,9 +31,9 @@ GROUPED = {"kind": "grouped", "num_kv_heads": 2, "head_dim": 32}
 # query heads and 4 key-value heads in its attention call.
 KINDS: dict[str, Any] = {
     "pattern": [
-        V2 | {"num_heads": 4, "layers": 1},
+        V2 | {"num_heads": 4, "layers": 1, "output_gate": "elementwise"},
         V1 | {"num_heads": 2, "num_kv_heads": 1, "layers": 2},
-        {"kind": "softmax", "num_heads": 8, "num_kv_heads": 4},
+        {"kind": "softmax", "num_heads": 8, "num_kv_heads": 4, "output_gate": "elementwise"},
     ],
     "diff_v2": V2 | {"signal_per_noise": 4, "num_heads": 8, "num_kv_heads": 2},
     "diff_v2_r1": V2 | {"num_heads": 4, "num_kv_heads": 2},
