@@ -92,7 +92,7 @@ def dq_blocks(
     if dtype not in SIXTEEN_BITS:
         return BlockSizes(32, 32, 4, 1)
     if head_dim > 128:
-        return BlockSizes(32, 16, 8, 1)
+        return BlockSizes(32, 32, 8, 1)
     if target is ChipClass.HOPPER:
         # A program for one of two maps has a branch for each map. The compiler gives the two
         # branches separate memory, and with three stages d = 128 would need 240 KiB.
