@@ -143,12 +143,7 @@ def collectives_of(recipe: Recipe, parallel_state: "ParallelState") -> list[Coll
             operations = ("all_gather", "reduce_scatter")
         found += [Collective("tensor", each, group, hidden) for each in operations]
     if parallel.context > 1:
-        channels = 2 * recipe.model.attention.kinds[0].heads.key_channels // parallel.tensor
-        keys = element * channels * local_tokens(recipe)
-        uses: dict[str | None, CollectiveOperation] = {"ring": "send", "all_gather": "all_gather"}
-        operation = uses.get(context_communication(recipe), "all_to_all")
-        size = keys * (1 if operation == "send" else parallel.context)
-        found.append(Collective("context", operation, parallel_state.context_group, size))
+        found.append(_context_collective(recipe, parallel_state.context_group))
     group = parallel_state.data_context_group
     if group.size() > 1:
         # ZeRO 1 reduces float32 gradients, ZeRO 2 and 3 those of the run's precision.
@@ -158,6 +153,19 @@ def collectives_of(recipe: Recipe, parallel_state: "ParallelState") -> list[Coll
         found.append(Collective("gradients", reduce, group, bucket))
         found.append(Collective("weights", "all_gather", group, element * trained))
     return found
+
+
+def _context_collective(recipe: Recipe, group: ProcessGroup) -> Collective:
+    """Return the collective of keys and values; Ulysses has queries in it too."""
+    heads, method = recipe.model.attention.kinds[0].heads, context_communication(recipe)
+    per_channel = BYTES[recipe.training.precision] * local_tokens(recipe) // recipe.parallel.tensor
+    keys = 2 * heads.key_channels * per_channel
+    if method == "ring":
+        return Collective("context", "send", group, keys)
+    if method == "all_gather":
+        return Collective("context", "all_gather", group, keys * recipe.parallel.context)
+    queries = heads.query_channels * per_channel
+    return Collective("context", "all_to_all", group, queries + keys)
 
 
 def measure_collectives(
