@@ -88,7 +88,7 @@ lint: $(VENV)/.installed
 	$(BIN)/shellcheck .ci/run launch/*.sh
 	$(BIN)/mypy
 
-# The site, with warnings as errors.
+# The site, with warnings as errors. Its search needs a server: python -m http.server --directory site
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
