@@ -41,7 +41,7 @@ class KernelShape(Section):
     length: Size
     keys: SizeOrZero = 0
     head_dim: Size
-    signal_heads: SizeOrZero
+    signal_heads: SizeOrZero = 0
     noise_heads: SizeOrZero = 0
     kv_heads: SizeOrZero = 0
     features: tuple[str, ...] = ()
