@@ -200,8 +200,9 @@ class ShardedReader:
                 to, source = overlap
                 if any(kind not in piece.kinds for piece in pieces):
                     raise UserError(
-                        f"{format_path(self._directory)} has no {kind} of {name}, which AdamW did "
-                        "not train; start a new run from it with checkpoint.start_from"
+                        f"{format_path(self._directory)} has no {kind} of {name}, which was "
+                        "frozen or trained by Muon; start a new run from it with "
+                        "checkpoint.start_from"
                     )
                 wanted[to] = _join(kind, box[1], pieces)[source]
         return wanted

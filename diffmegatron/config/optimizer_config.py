@@ -36,7 +36,11 @@ class Schedule(Section):
     decay_ratio: Annotated[_Share, Field(gt=0)] | None = Field(
         default=None, description="share of the run's steps, instead of decay_steps"
     )
-    final_lr: float = Field(default=0.0, ge=0, description="learning rate of the last step")
+    final_lr: float = Field(
+        default=0.0,
+        ge=0,
+        description="learning rate of the last step; for Muon in proportion",
+    )
 
     @model_validator(mode="after")
     def _one_length_each(self) -> Self:
@@ -96,7 +100,7 @@ class MuonConfig(Section):
         default="rms", description="factor of the update: rms like AdamW's, or by the shape"
     )
     per_head: bool = Field(
-        default=False, description="each query, key and value head is a matrix of its own"
+        default=False, description="each head of linear_qkv is a matrix of its own"
     )
 
 
@@ -108,7 +112,7 @@ class OptimizerConfig(Section):
     ``trainable`` has patterns of tensor names. Other tensors are frozen, except LoRA's
     matrices. The suffix ``:q``, ``:k``, ``:v`` or ``:[kv]`` selects rows of ``linear_qkv``, such as
     ``*.linear_qkv.weight:k``; ``:g`` selects those of an elementwise ``output_gate``.
-    ``lr_multipliers`` maps patterns without suffix to factors of ``lr``.
+    ``lr_multipliers`` maps patterns without suffix to factors of the learning rate.
     """
 
     kind: Literal["adamw", "muon"] = Field(
@@ -116,7 +120,7 @@ class OptimizerConfig(Section):
     )
     lr: float = Field(gt=0, description="largest learning rate")
     lr_multipliers: dict[NamePattern, Annotated[float, Field(gt=0)]] = Field(
-        default={}, max_length=_MAX_PATTERNS, description="factors of lr by pattern"
+        default={}, max_length=_MAX_PATTERNS, description="factors of the learning rate by pattern"
     )
     trainable: Annotated[tuple[NamePattern, ...], Field(max_length=_MAX_PATTERNS)] | None = Field(
         default=None, description="patterns; null: everything, or with LoRA its matrices only"

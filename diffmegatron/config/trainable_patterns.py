@@ -69,7 +69,7 @@ def is_lora(name: str) -> bool:
 
 
 def learning_rate_factor(name: str, recipe: RecipeSections) -> float:
-    """Return the factor of ``optimizer.lr`` for a tensor; 1 if no pattern matches its name."""
+    """Return the factor of the learning rate for a tensor; 1 if no pattern matches its name."""
     factors = recipe.optimizer.lr_multipliers
     return next((factors[pattern] for pattern in factors if fnmatchcase(name, pattern)), 1.0)
 

@@ -321,14 +321,16 @@ def _run(
 def _lambdas(layers: Sequence[SelfAttention]) -> dict[SelfAttention, Tensor | None]:
     """Return the lambda of each layer whose kind computes the lambdas of several layers together.
 
-    For other layers, the value is None. So it is with ZeRO 3, which gathers a parameter only while
-    the module that owns it runs.
+    For other layers, and with ZeRO 3, the value is None: ZeRO 3 gathers a parameter only while the
+    module that owns it runs.
     """
     found: dict[SelfAttention, Tensor | None] = dict.fromkeys(layers)
     own_parameters = (each for layer in layers for each in layer.parameters(recurse=False))
     if any(hasattr(parameter, "ds_tensor") for parameter in own_parameters):
         return found
-    for kind in {type(layer.kind) for layer in layers}:
+    # The backward pass passes on the gradients in the reverse order, which must be the same on all
+    # ranks, because they sum gradients in it. The order of a set differs between processes.
+    for kind in dict.fromkeys(type(layer.kind) for layer in layers):
         own = [layer for layer in layers if type(layer.kind) is kind]
         lambdas = kind.current_lambdas([(layer.kind, layer) for layer in own])
         found.update(zip(own, lambdas or (), strict=lambdas is not None))

@@ -3,7 +3,8 @@
     M <- momentum M + (1 - momentum) G
     W <- (1 - lr decay) W - lr scale NewtonSchulz((1 - momentum) G + momentum M)
 
-G is the clipped gradient, and scale depends on the shape of the matrix. As in ``torch.optim.Muon``,
+G is the clipped gradient, and scale depends on the shape of the matrix. Without
+``optimizer.muon.nesterov`` the argument of NewtonSchulz is the new M. As in ``torch.optim.Muon``,
 M is an average, so it is saved like Adam's first moment. M has the partition of the master weights.
 Each matrix has an owner among the ranks of its pipeline stage (tensor x data x context parallel),
 which orthogonalizes it. All ranks send the owner their elements in the run's precision, and it

@@ -209,12 +209,12 @@ def train_step(run: Run) -> None:
         }
         if training.z_loss:
             run.values["train/z_loss"] = run.agreed.z_loss
+    rates = {"train/lr": rate}
     if optimizer.kind == "muon":
-        run.values["train/lr_muon"] = rate * optimizer.muon_lr_factor
-    run.values |= {
-        "train/lr": rate,
-        **{f"train/lr/{key}": rate * f for key, f in optimizer.lr_multipliers.items()},
-    }
+        rates["train/lr_muon"] = rate * optimizer.muon_lr_factor
+    for name, value in rates.items():
+        factors = optimizer.lr_multipliers.items()
+        run.values |= {name: value, **{f"{name}/{key}": value * f for key, f in factors}}
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:

@@ -32,7 +32,7 @@ def _is_usable(library: str) -> bool:
     try:
         if find_spec(LIBRARIES[library]) is None:
             return False
-    except ModuleNotFoundError:  # The parent package of the module is missing.
+    except (ImportError, OSError):  # The parent package of the module is missing or broken.
         return False
     reason = _unusable_reason(library)
     if reason is not None:

@@ -45,6 +45,9 @@ def muon_elements(recipe: Recipe, stage: int) -> int:
 def muon_rounds(recipe: Recipe, world_size: int, stage: int) -> list[Sequence[FusedMatrix]]:
     """Return the rounds of :class:`diffmegatron.optim.muon.FlatMuon` on a pipeline stage.
 
+    All matrices are dealt together. FlatMuon deals those of each flat tensor, of which there are
+    several with ``lr_multipliers``, so it then has more rounds.
+
     A tensor that every tensor-parallel rank has is orthogonalized once for each of them.
     """
     settings = recipe.optimizer.muon

@@ -91,6 +91,9 @@ def learning_rate_rise(before: Recipe, now: Recipe, step: int) -> str | None:
         return None
     old_rate = learning_rate(step, was, optimizer)
     new_rate = learning_rate(step + 1, now.training.total_steps, now.optimizer)
+    if new_rate <= old_rate and {optimizer.kind, now.optimizer.kind} == {"muon"}:
+        old_rate *= optimizer.muon_lr_factor
+        new_rate *= now.optimizer.muon_lr_factor
     if new_rate <= old_rate:
         return None
     remedy = (

@@ -132,7 +132,8 @@ def reference(recipe: Recipe) -> dict[str, Tensor]:
         of_muon = {name for name, _ in leaves}
         matrices = torch.optim.Muon(
             leaves.values(), weight_decay=config.weight_decay, momentum=config.muon.momentum,
-            adjust_lr_fn="match_rms_adamw",
+            nesterov=config.muon.nesterov,
+            adjust_lr_fn={"rms": "match_rms_adamw", "spectral": "original"}[config.muon.scale],
         )  # fmt: skip
         others = {name: p for name, p in named.items() if name not in of_muon}
         adamw = torch.optim.AdamW(
@@ -162,7 +163,9 @@ def reference(recipe: Recipe) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    "settings", ["per_head: false", "per_head: true, nesterov: false, scale: spectral"]
+)
 @pytest.mark.parametrize(
     "attention",
     [
@@ -175,13 +178,13 @@ def reference(recipe: Recipe) -> dict[str, Tensor]:
     ids=["v1", "grouped", "v2", "softmax"],
 )
 def test_fused_weights_train_as_separate_matrices_of_torchs_muon(
-    attention, per_head, tiny_recipe, monkeypatch
+    attention, settings, tiny_recipe, monkeypatch
 ):
     # torch orthogonalizes in bf16, whose rounding would hide small errors.
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
     recipe = tiny_recipe(
         f"model.attention={attention}", "training.steps=4", "optimizer.kind=muon",
-        f"optimizer.muon={{lr: 0.0015, per_head: {per_head}}}", "optimizer.clip_grad_norm=0.5",
+        f"optimizer.muon={{lr: 0.0015, {settings}}}", "optimizer.clip_grad_norm=0.5",
     )  # fmt: skip
     train(recipe)
     tensors = open_checkpoint(CheckpointStore(Path(recipe.run_dir)).latest()).tensors

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffmegatron.config.optimizer_config import OptimizerConfig, Schedule
+from diffmegatron.config.optimizer_config import MuonConfig, OptimizerConfig, Schedule
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.training_config import TrainingConfig
 from diffmegatron.optim.schedule import learning_rate
@@ -109,3 +109,14 @@ def test_a_warning_precedes_every_rise_after_the_decay_has_begun(steps, longer, 
         first = 0 if warmup == 0 else 1
         last_at_peak = max(n for n, rate in enumerate(rates, first) if rate == max(rates))
         assert f"had begun after step {last_at_peak};" in warning
+
+
+@pytest.mark.parametrize(("lr", "rises"), [(0.02, False), (0.05, True)])
+def test_a_higher_rate_of_muon_alone_is_a_rise(lr, rises):
+    def of_muon(lr: float) -> Recipe:
+        plain = recipe(100, kind="linear", warmup_steps=5)
+        update = {"kind": "muon", "muon": MuonConfig(lr=lr)}
+        return plain.model_copy(update={"optimizer": plain.optimizer.model_copy(update=update)})
+
+    warning = learning_rate_rise(of_muon(0.02), of_muon(lr), 50)
+    assert (warning is not None) == rises

@@ -223,9 +223,10 @@ def test_a_named_backend_without_a_needed_feature_is_refused():
     ("source", "complaint"),
     [
         ("import no_such_cuda_extension", "No module named 'no_such_cuda_extension'"),
+        ("raise ImportError('undefined symbol')", "undefined symbol"),
         ("def flash_attn_func(q, k, v): ...", "flash_attn unknown has no flash_attn_func with"),
     ],
-    ids=["does not load", "too old"],
+    ids=["does not load", "of another torch", "too old"],
 )
 def test_an_unusable_library_is_logged_and_skipped(
     source, complaint, tmp_path, monkeypatch, caplog

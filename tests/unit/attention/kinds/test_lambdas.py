@@ -1,6 +1,7 @@
 """lambda and its initial value, compared with the paper's numbers and a float64 computation."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from diffmegatron.attention.kinds.diff_v1 import DiffV1
 from diffmegatron.attention.kinds.grouped import Grouped
 from diffmegatron.attention.kinds.lambda_init import LambdaInit
 from diffmegatron.attention.kinds.two_maps import LAMBDA_VECTORS
+from diffmegatron.model.network import _lambdas
 
 CONSTANT = LambdaInit(policy="constant", value=0.35)
 
@@ -62,3 +64,19 @@ def test_swapping_the_pairs_changes_the_sign_of_the_learned_part():
     back = kind.current_lambda(Layer(q2, k2, q1, k1)) - 0.35
     assert there.item() == pytest.approx(-back.item(), rel=1e-5)
     assert abs(there.item()) > 0.1
+
+
+def test_the_lambdas_of_a_stage_are_computed_in_the_order_of_its_layers():
+    """All ranks need one order, because their backward passes sum gradients in its reverse."""
+    computed = []
+
+    def computing(number: int) -> Mock:
+        def current_lambdas(kinds_and_layers: list) -> None:
+            computed.append(number)
+
+        kind = type(f"Kind{number}", (), {"current_lambdas": staticmethod(current_lambdas)})
+        return Mock(kind=kind(), parameters=lambda recurse: [])
+
+    layers = [computing(number) for number in range(8)]
+    _lambdas([*layers, layers[0]])
+    assert computed == list(range(8))
