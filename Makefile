@@ -18,8 +18,9 @@ quickstart: $(or $(wildcard $(VENV)/.installed),$(VENV)/.installed-base)
 # Every save waits for the disk, except in memory. Tests need some 2 GB for files there.
 MEMORY := $(if $(TMPDIR),,$(shell [ "$$(df --output=avail -k /dev/shm 2>/dev/null | tail -1)" -gt 4000000 ] 2>/dev/null && echo TMPDIR=/dev/shm))
 PYTEST := $(MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# The longest files come first (docs/results/tests.json), so that no worker waits at the end.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# The longest files come first (docs/results/tests.json), so that no worker waits at the end. Three workers keep
+# two cores busy, because tests of Slurm and of kills mostly wait.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed
 	$(PYTEST) $(WORKERS) --durations=10
