@@ -26,8 +26,9 @@ def summarize(records: Path) -> Summary:
         record = ast.literal_eval(line)
         kind, name = record["kind"], record.get("id", "")
         if kind in ("test", "forked"):
-            seconds["files"][name.partition("::")[0]] += record["cpu"]
-            seconds["wall"][name.partition("::")[0]] += record.get("wall", 0)
+            file = name.partition("::")[0] or "between tests"
+            seconds["files"][file] += record["cpu"]
+            seconds["wall"][file] += record.get("wall", 0)
             causes["tests"] += kind == "test"
         elif kind in ("fixture", "collection"):
             seconds[kind][name] += record["cpu"]
