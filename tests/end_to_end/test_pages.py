@@ -194,6 +194,8 @@ def is_cheap(words: list[str], command: Command) -> bool:
         return False
     read = [values.get(key) for key in ("config", "checkpoint", "run_dir", "path", "prefix")]
     read += [*(values.get("inputs") or []), *(values.get("prefixes") or [])]
+    # --hardware is the name of a GPU or a file of measurements.
+    read += [each for each in [values.get("hardware")] if str(each).endswith(".json")]
     if not all(Path(each).exists() or Path(f"{each}.json").exists() for each in read if each):
         return False
     if names in {("train",), ("data", "inspect")}:
