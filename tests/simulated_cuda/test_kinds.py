@@ -204,5 +204,7 @@ def test_the_committed_table_counts_the_kernels_of_a_layer(name, column, results
         if ".decoder.layers.1" in each.module:
             found[each.kernel] += each.count
     rows = json.loads(JSON.read_text())["kernels"][column]
-    listed = {each["kernel"]: each["count"] for each in rows if each["pass"] == "forward"}
+    # Kernels with the count 0 are launched once for all layers, with more bytes for each layer.
+    rows = [each for each in rows if each["pass"] == "forward" and each["count"]]
+    listed = {each["kernel"]: each["count"] for each in rows}
     assert dict(found) == listed
