@@ -2,14 +2,17 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
+from diffmegatron.checkpoint.checkpoint_format import read_recipe
+from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.attention_backend import (
     attention_shape,
     chosen_kernels,
@@ -18,12 +21,14 @@ from diffmegatron.config.attention_backend import (
 )
 from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
 from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
 from diffmegatron.measurements.cache import measurements_here
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.measurements.records import KernelShape
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.tuning.trials import draw_trial, same_numbers
+from diffmegatron.tuning.tune import with_document_mask
 
 # Value of a computation whose repetitions have different bits.
 UNSTEADY = -1
@@ -46,8 +51,9 @@ def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, 
     """Return the CRC-32 of what the device computes from fixed random numbers, by name.
 
     The computations are a matrix product, and the output and gradients of each kernel of attention
-    that new runs of the recipes choose on this machine, in the shapes of training (on a CPU with
-    shorter sequences). Sums have a fixed order if the kernel has such a form.
+    that the recipes' runs choose on this machine, in the shapes of training (on a CPU with shorter
+    sequences). A run that has a checkpoint keeps the kernels of the newest one. Sums have a fixed
+    order if the kernel has such a form.
     """
     found: dict[str, int] = {}
     # On a CPU all sums have a fixed order, and entering this context imports Inductor.
@@ -64,9 +70,10 @@ def _computations(
     recipes: Sequence[Recipe], device: torch.device
 ) -> Iterator[tuple[str, Computation]]:
     measured = measurements_here(device.type)
-    here = Surroundings(device.type, importable_libraries(), measured)
-    for recipe in recipes:
+    new_run = Surroundings(device.type, importable_libraries(), measured)
+    for recipe in map(with_document_mask, recipes):
         yield "a matrix product", partial(_multiply, device)
+        here = new_run._replace(saved=_saved_recipe(recipe))
         chosen = {"chosen_kernels": choose_kernels(recipe, here).kernels}
         training = recipe.training.model_copy(update=chosen)
         resolved = recipe.model_copy(update={"training": training})
@@ -83,6 +90,15 @@ def _computations(
                 if shape is not None:
                     small = _shortened(shape) if device.type == "cpu" else shape
                     yield f"{name} ({backend})", partial(_attend, small, backend, device)
+
+
+def _saved_recipe(recipe: Recipe) -> Recipe | None:
+    """Return the recipe of the newest readable checkpoint in ``run_dir``, or None."""
+    store = CheckpointStore(Path(recipe.run_dir))
+    for step in reversed(store.complete()):
+        with suppress(UserError):  # Training resumes from an earlier checkpoint, too.
+            return read_recipe(store.path(step))
+    return None
 
 
 def _multiply(device: torch.device) -> list[Tensor]:

@@ -164,12 +164,13 @@ def _version_problem(own: dict[str, str], usual: dict[str, str]) -> str:
 def _bits_problem(own: Findings, every: Sequence[Findings]) -> str:
     """Return a sentence if this rank computes other bits than most ranks with such a device.
 
-    Of two bits that are equally frequent, those of the lowest rank count as right.
+    Of bits that are equally frequent, steady ones count as right, and then the lowest rank's.
     """
     peers = {rank: each for rank, each in enumerate(every) if each.device == own.device}
     for name, checksum in own.bits.items():
         found = {rank: each.bits[name] for rank, each in peers.items() if name in each.bits}
-        usual = Counter(found.values()).most_common(1)[0][0]
+        counts = Counter(found.values())
+        usual = max(counts, key=lambda each: (counts[each], each != UNSTEADY))
         if checksum != usual and usual != UNSTEADY:
             other = next(rank for rank, each in found.items() if each == usual)
             how = "other bits in each repetition" if checksum == UNSTEADY else "other bits"
@@ -199,8 +200,10 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
         values["device"] = device_name(device)
         values["bits"] = computed_bits(recipes, device)
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
-    except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a GPU fails.
+    except UserError as error:
         values["problem"] = shorten(str(error))
+    except Exception as error:  # torch and Triton raise errors of many classes if a GPU fails.
+        values["problem"] = shorten(f"{type(error).__name__}: {error}")
     return Findings.model_validate(values)
 
 
@@ -256,11 +259,12 @@ def _measure_collectives() -> dict[str, float]:
 
 def _summary(every: Sequence[Findings]) -> str:
     slowest = min(every, key=lambda each: each.write_rate)
-    computations = len({name for each in every for name in each.bits})
+    names = {name for each in every for name in each.bits}
+    unsteady = {name for each in every for name in each.bits if each.bits[name] == UNSTEADY}
     return (
         f"preflight: {len(every)} ranks on {len({each.host for each in every})} nodes, "
         f"all-reduce {min(each.reduce_rate for each in every) / 1e9:.2f} GB/s, matrix product "
         f"{1e3 * max(each.product_seconds for each in every):.1f} ms, disk "
         f"at least {slowest.write_rate / 1e6:.0f} MB/s per rank, "
-        f"{computations} computations with equal bits"
+        f"{len(names - unsteady)} computations with equal bits"
     )

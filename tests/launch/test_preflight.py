@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffmegatron.config.attention_backend import attention_shape
+from diffmegatron.config.training_config import ChosenKernels
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.measurements.cache import cache_file, write_measurements
 from diffmegatron.measurements.machine import this_machine
@@ -18,7 +19,7 @@ from diffmegatron.measurements.records import (
     Timing,
     TriedBackend,
 )
-from diffmegatron.operations import preflight
+from diffmegatron.operations import device_bits, preflight
 from diffmegatron.operations.device_bits import UNSTEADY, computed_bits
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
 from tests import forks
@@ -89,6 +90,18 @@ def test_two_ranks_that_differ_are_compared_by_the_bits_of_rank_0():
 def test_a_computation_that_is_unsteady_on_most_ranks_is_not_compared():
     unsteady = GOOD.model_copy(update={"bits": {"a matrix product": UNSTEADY}})
     assert find_problems([unsteady, GOOD, unsteady], SPACE, "run") == {}
+    assert preflight._summary([GOOD, unsteady]).endswith(" 1 computations with equal bits")
+    (problem,) = find_problems([unsteady, GOOD], SPACE, "run").items()
+    assert problem[0] == 0 and problem[1].endswith("in each repetition, unlike rank 1")
+
+
+def test_a_kernel_that_does_not_compile_is_a_problem_of_its_rank(tiny_recipe, monkeypatch):
+    def fail(*_):
+        raise ValueError("out of resource: shared memory")
+
+    monkeypatch.setattr(preflight, "computed_bits", fail)
+    with pytest.raises(UserError, match="ValueError: out of resource: shared memory"):
+        check_nodes([tiny_recipe()], None)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +174,22 @@ def test_the_kernels_that_were_measured_to_be_fastest_are_compared(
     write_measurements(cache_file(machine), Measurements(machine=machine, kernels=(kernel,)))
     found = computed_bits([recipe], torch.device("cpu"))
     assert [*found] == ["a matrix product", "differential attention (sdpa_4call)"]
+    # A run with a checkpoint keeps its kernels, and documents make another shape.
+    kernels = {"attention": "reference", "subtraction": "auto", "origin": "x"}
+    kept = ChosenKernels.model_validate({"device": "cpu", "kinds": [kernels]})
+    training = recipe.training.model_copy(update={"chosen_kernels": kept})
+    saved = recipe.model_copy(update={"training": training})
+    monkeypatch.setattr(device_bits, "_saved_recipe", lambda _: saved)
+    assert [*computed_bits([recipe], torch.device("cpu"))][1:] == [
+        "differential attention (reference)"
+    ]
+    monkeypatch.undo()
+    monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path))
+    monkeypatch.setattr(device_bits, "with_document_mask", lambda _: packed)
+    packed = tiny_recipe("data.reset_attention_mask=true")
+    assert [*computed_bits([recipe], torch.device("cpu"))][1:] == [
+        "differential attention (blocked)"
+    ]
 
 
 def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):
