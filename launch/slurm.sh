@@ -48,9 +48,9 @@ fi
 # repeats SIGTERM; the inner trap ignores it, because it would also end squeue.
 trap 'trap "" TERM
 if [ "$(squeue --noheader --jobs="$job" --format=%r)" = TimeLimit ]; then
-  scontrol requeue "$job"
-  # The next attempt reads from this file why this one was killed.
+  # The next attempt reads from this file why this one was killed. A requeue may kill this script.
   [ -z "${DIFFMEGATRON_ATTEMPT:-}" ] || : >"$DIFFMEGATRON_ATTEMPT/time_limit"
+  scontrol requeue "$job"
 fi
 exit 1' TERM
 

@@ -24,6 +24,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import escape, format_path, shorten
 from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.launcher import read_time_limits
+from diffmegatron.training.safeguards import read_job_end
 
 _EXIT_FAULTS, _EXIT_RESTART = 1, 69
 # Linux itself assigns ports from 32768 to 60999, and Kubernetes from 30000 to 32767.
@@ -93,7 +94,8 @@ def end(folder: Path, spares: int = 0) -> tuple[Attempt, int, list[str]]:
             f"{format_path(folder)} is not the directory of an attempt; give RUN_DIR/attempts/NNNN"
         )
     limits = read_time_limits()
-    stop = math.inf if limits.job_end is None else limits.job_end - (limits.signal_seconds or 0.0)
+    job_end = read_job_end(folder, limits.job_end)
+    stop = math.inf if job_end is None else job_end - (limits.signal_seconds or 0.0)
     ended = ledger.end(attempt, is_job_over=time.time() > stop)
     bad = bad_hosts(ledger.attempts())
     replaced = sorted({*bad, *ended.hosts} & set(ended.facts.nodes))

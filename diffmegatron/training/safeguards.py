@@ -57,6 +57,20 @@ def run_lock(run_dir: Path, patience: float = _LOCK_PATIENCE_SECONDS) -> FileLoc
     return FileLock(run_dir / LOCK, f"run_dir {run_dir}", "give another run_dir", patience)
 
 
+def read_job_end(folder: Path, known: float | None) -> float | None:
+    """Return the end of the Slurm job in seconds since 1970; None without a time limit.
+
+    ``folder`` is the attempt's directory. Without a readable file there, return ``known``.
+    """
+    with suppress(UserError):
+        text = read_text(folder / JOB_END, max_bytes=_MAX_JOB_END_BYTES).strip()
+        if text == "none":
+            return None
+        if text.isascii() and text.isdecimal():
+            return float(text)
+    return known
+
+
 @contextmanager
 def exit_on_stop_signal(record: RankRecord) -> Iterator[None]:
     """End the process with exit status 75 if a stop signal arrives inside the context.
@@ -104,7 +118,7 @@ class StopRequest:
             return self._first is not None
         if self._folder is not None and time.monotonic() >= self._next_reading:
             self._next_reading = time.monotonic() + _JOB_END_SECONDS
-            self._read_job_end(self._folder / JOB_END)
+            self._job_end = read_job_end(self._folder, self._job_end)
         return self._job_end is not None and time.time() > self._job_end - margin_seconds
 
     def is_due_to_job_end(self, margin_seconds: float) -> bool:
@@ -114,14 +128,6 @@ class StopRequest:
         """
         lead = max(margin_seconds, self._signal_seconds)
         return self._job_end is not None and time.time() > self._job_end - lead
-
-    def _read_job_end(self, path: Path) -> None:
-        with suppress(UserError):  # Keep the known end if the file is missing or damaged.
-            text = read_text(path, max_bytes=_MAX_JOB_END_BYTES).strip()
-            if text == "none":
-                self._job_end = None
-            elif text.isascii() and text.isdecimal():
-                self._job_end = float(text)
 
     def __enter__(self) -> Self:
         for number in SIGNALS:

@@ -95,6 +95,19 @@ def test_a_job_that_its_end_stops_twice_before_a_new_step_ends(ledger, attempt, 
     assert killed_by_signal() == ("stopped", EXIT_STOPPED), "the user has started the job again"
 
 
+def test_the_end_of_an_extended_job_is_read_from_its_file(ledger, attempt, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() - 1))
+    for end_time, is_over in (("none", False), (str(int(time.time() + 60)), False), ("1", True)):
+        causes = []
+        for _ in range(2):
+            folder = ledger.folder(attempt(None).number)
+            for rank in range(4):
+                RankRecord(folder, rank).end(128 + signal.SIGUSR1)
+            (folder / "job_end").write_text(f"{end_time}\n")
+            causes.append(end(folder)[0].cause)
+        assert ("mistake" in causes) == is_over
+
+
 def test_a_job_that_reaches_its_time_limit_twice_before_a_new_step_ends(ledger, attempt):
     def killed_at_the_time_limit() -> None:
         (ledger.folder(attempt(None).number) / "time_limit").touch()
