@@ -11,7 +11,7 @@ import resource
 import signal
 import threading
 from collections import deque
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -134,12 +134,11 @@ def _encode_apart(batch: RecordBatch, settings: PrepareSettings) -> EncodedBatch
     while True:
         receiver, sender = _SPAWN.Pipe(duplex=False)
         arguments = (batch, settings, _CPU_SECONDS, sender, endless)
-        process = _SPAWN.Process(target=_encode_limited, args=arguments, daemon=True)
-        with _delayed_interrupts():
+        process = _SPAWN.Process(target=_encode_and_send, args=arguments, daemon=True)
+        with sender, _delayed_interrupts():
             process.start()
-        sender.close()
         number, received = -1, None
-        with suppress(EOFError):
+        with receiver, suppress(EOFError):
             while not isinstance(received := receiver.recv(), EncodedBatch):
                 number = received
         process.join()
@@ -153,28 +152,38 @@ def _encode_apart(batch: RecordBatch, settings: PrepareSettings) -> EncodedBatch
         endless.add(number)
 
 
+def _encode_and_send(
+    batch: RecordBatch,
+    settings: PrepareSettings,
+    cpu_seconds: float,
+    sender: Connection,
+    endless: Collection[int],
+) -> None:
+    """Encode a batch in a process of its own; send the numbers of its records and the result."""
+    _start_worker()
+    sender.send(_encode_limited(batch, settings, cpu_seconds, sender.send, endless))
+
+
 def _encode_limited(
     batch: RecordBatch,
     settings: PrepareSettings,
     cpu_seconds: float,
-    sender: Connection | None = None,
+    send: Callable[[int], None] | None = None,
     endless: Collection[int] = (),
 ) -> EncodedBatch:
     """Encode a batch in this worker process, which SIGPROF ends if a record takes too long.
 
-    ``sender`` gets the number of each record that begins, and the result.
+    ``send`` is called with the number of each record that begins.
     """
 
     def begin(number: int, record: CorpusRecord) -> None:
-        if sender is not None:
-            sender.send(number)
+        if send is not None:
+            send(number)
         allowed = cpu_seconds + _CPU_SECONDS_PER_BYTE * record.payload_bytes
         signal.setitimer(signal.ITIMER_PROF, allowed)
 
     encoded = encode_batch(batch, settings, begin, endless)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    if sender is not None:
-        sender.send(encoded)
     return encoded
 
 

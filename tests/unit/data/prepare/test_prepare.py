@@ -4,6 +4,7 @@ import gzip
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from tokenizers import models, normalizers, pre_tokenizers
 
 from diffmegatron.data.index.corpus_manifest import CorpusManifest, hash_file
-from diffmegatron.data.prepare import preparation
+from diffmegatron.data.prepare import preparation, worker_pool
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.data.prepare.prepare_settings import PrepareSettings
 from diffmegatron.data.prepare.record_formats import UnusableError, segments
@@ -123,6 +124,16 @@ def test_a_text_that_is_encoded_for_too_long_is_a_reject(tmp_path: Path, monkeyp
         2,
         "the tokenizer takes too much CPU time for the text",
     )
+
+
+def test_a_process_for_one_batch_ends_with_its_parent(monkeypatch: Any) -> None:
+    """Check that the process watches its parent before it encodes."""
+    events: list[Any] = []
+    monkeypatch.setattr(worker_pool, "_start_worker", lambda: events.append("watches"))
+    monkeypatch.setattr(worker_pool, "encode_batch", lambda *_: "encoded")
+    sender = SimpleNamespace(send=events.append)
+    worker_pool._encode_and_send([], None, 1.0, sender, ())  # type: ignore[arg-type]
+    assert events == ["watches", "encoded"]
 
 
 def test_too_few_open_files_for_the_workers_are_refused(tmp_path: Path) -> None:
