@@ -144,8 +144,13 @@ def chosen_kernels(
 def planned_backend(
     recipe: RecipeSections, kind: AttentionKind, device: Literal["gpu", "cpu"] = "gpu"
 ) -> str:
-    """Return the name of the backend for which a layer's memory and time are estimated."""
-    is_auto = recipe.training.attention_backend == "auto"
-    libraries = PLANNED_LIBRARIES if is_auto else frozenset(LIBRARIES)
+    """Return the name of the backend for which a layer's memory and time are estimated.
+
+    It is the one that ``auto`` has chosen in this run, with any library. Otherwise, ``auto`` is
+    assumed to find only the libraries of CUDA builds of torch.
+    """
     device_type = "cpu" if device == "cpu" else "cuda"
+    is_auto = recipe.training.attention_backend == "auto"
+    is_chosen = chosen_kernels(recipe, kind, device_type) is not None
+    libraries = PLANNED_LIBRARIES if is_auto and not is_chosen else frozenset(LIBRARIES)
     return layer_backend(recipe, kind, device_type, libraries)[0]

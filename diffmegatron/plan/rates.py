@@ -12,7 +12,13 @@ from typing import NamedTuple
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.config.attention_backend import attention_shape, planned_backend
+from diffmegatron.config.attention_backend import (
+    PLANNED_LIBRARIES,
+    attention_shape,
+    chosen_kernels,
+    planned_backend,
+)
+from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
@@ -62,7 +68,7 @@ class Rates:
         latency: seconds that each collective takes in addition to the time of its bytes; `tune`
             times only large collectives.
         host: bandwidth of host memory in bytes/s per GPU.
-        kernels: measured attention kernels.
+        measurements: the measurements, which choose and time attention kernels; None without any.
         measured: names of the attributes above whose values are measured.
         source: the measured machine and the time in words; empty without measurements.
     """
@@ -75,7 +81,7 @@ class Rates:
     network_share: float = 0.7
     latency: float = 20e-6
     host: float = 25e9
-    kernels: tuple[KernelMeasurement, ...] = ()
+    measurements: Measurements | None = None
     measured: frozenset[str] = frozenset()
     source: str = ""
 
@@ -98,7 +104,7 @@ class Rates:
         machine, when = measurements.machine, [each.measured_at for each in measurements.kernels]
         return cls(
             **values,
-            kernels=measurements.kernels,
+            measurements=measurements,
             measured=frozenset(values),
             source=f"{machine.name}{f', {max(when)}' if when else ''}",
         )
@@ -118,21 +124,16 @@ class Rates:
                     )
         return AttentionRates(self.attention, self.attention, is_measured=False)
 
-    def fastest(self, recipe: Recipe, kind: AttentionKind) -> str | None:
-        """Return the fastest right backend of the most similar call, or None without a call."""
-        found = (each.fastest for each in self._similar(recipe, kind))
-        return next((tried.backend for tried in found if tried is not None), None)
-
     def _similar(self, recipe: Recipe, kind: AttentionKind) -> list[KernelMeasurement]:
         """Return the measured calls that are similar to a layer's call, the most similar first.
 
         They have the same operation, dtype, head_dim, features, and ratio of signal to noise heads.
         They are sorted by their numbers of (query, key) pairs.
         """
-        if not self.kernels:
+        if self.measurements is None:
             return []
         wanted = attention_shape(recipe, kind)
-        similar = [each for each in self.kernels if _is_similar(each.shape, wanted)]
+        similar = [each for each in self.measurements.kernels if _is_similar(each.shape, wanted)]
         return sorted(similar, key=lambda each: abs(math.log(_pairs(each.shape) / _pairs(wanted))))
 
 
@@ -149,17 +150,22 @@ class Hardware:
         return ACCELERATORS[self.name]
 
     def with_backend(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the measured backend that ``auto`` chooses, if there is one.
+        """Return the recipe with the kernels that ``auto`` chooses in a new run on this GPU.
 
-        A network whose kinds of attention have different fastest backends stays as it is.
+        Without measurements, and with kernels that the recipe has recorded on a GPU, it stays as
+        it is.
+
+        Raises:
+            UserError: no backend can run, or none is right.
         """
-        if recipe.training.attention_backend != "auto":
+        recorded, measured = recipe.training.chosen_kernels, self.rates.measurements
+        if recipe.training.attention_backend != "auto" or measured is None:
             return recipe
-        fastest = {self.rates.fastest(recipe, kind) for kind, _ in counted_kinds(recipe.model)}
-        name = fastest.pop() if len(fastest) == 1 else None
-        if name is None:
+        if recorded is not None and recorded.device == "cuda":
             return recipe
-        training = recipe.training.model_copy(update={"attention_backend": name})
+        here = Surroundings("cuda", PLANNED_LIBRARIES, measured)
+        chosen = {"chosen_kernels": choose_kernels(recipe, here).kernels}
+        training = recipe.training.model_copy(update=chosen)
         return recipe.model_copy(update={"training": training})
 
 
@@ -250,7 +256,9 @@ def _attention_in_words(recipe: Recipe, kind: AttentionKind, hardware: Hardware)
     forward, backward = (f"{each / channels:.3g}d" for each in work)
     rates = hardware.rates.of_attention(recipe, kind, name, hardware.gpu)
     reason = ""
-    if recipe.training.attention_backend == "auto":
+    if (chosen := chosen_kernels(recipe, kind, "cuda")) is not None:
+        reason = f" ({chosen.origin})"
+    elif recipe.training.attention_backend == "auto":
         reason = ", which auto chooses without FlashAttention's libraries"
     hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
     pairs = "pair, hidden ones too," if hidden else "visible pair"

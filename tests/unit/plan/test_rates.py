@@ -2,9 +2,10 @@
 
 import pytest
 
-from diffmegatron.config.attention_backend import attention_shape
+from diffmegatron.config.attention_backend import attention_shape, planned_backend
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.training_config import ChosenKernels
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.cache import write_measurements
 from diffmegatron.measurements.machine import Machine
@@ -119,14 +120,25 @@ def test_auto_is_planned_as_the_fastest_right_backend():
     recipe = load()
     slow, fast = tried("sdpa_4call", recipe), tried("triton", recipe)
     found = hardware(recipe, slow, fast)
-    assert found.with_backend(recipe).training.attention_backend == "triton"
+    (kind,) = recipe.model.attention.kinds
+    assert planned_backend(found.with_backend(recipe), kind) == "triton"
     wrong = hardware(recipe, slow, tried("triton", recipe, problem="dk of the last row"))
-    assert wrong.with_backend(recipe).training.attention_backend == "sdpa_4call"
+    assert planned_backend(wrong.with_backend(recipe), kind) == "sdpa_4call"
     named = load("training.attention_backend=flash_2call")
     assert found.with_backend(named) is named
+    # A run keeps the choice that it has recorded, also one of a library.
+    kernels = {"attention": "flash_2call", "subtraction": "auto", "origin": "x"}
+    kept = ChosenKernels.model_validate({"device": "cuda", "kinds": [kernels]})
+    training = recipe.training.model_copy(update={"chosen_kernels": kept})
+    run = recipe.model_copy(update={"training": training})
+    assert found.with_backend(run) is run and planned_backend(run, kind) == "flash_2call"
+    # Training has no measurement of another shape, and chooses by the order.
+    other = load("training.micro_batch_size=4")
+    assert planned_backend(found.with_backend(other), kind) == planned_backend(other, kind)
+    assert planned_backend(other, kind) == "sdpa_4call"
     # No call was measured chunk by chunk, so the choice without measurements stays.
     ring = load("parallel.context=2", "parallel.context_communication=ring")
-    assert found.with_backend(ring) is ring
+    assert planned_backend(found.with_backend(ring), kind) == planned_backend(ring, kind)
     assert estimate_time(ring, 2, found).origins["compute"] == "measured in part"
 
 
@@ -142,7 +154,8 @@ def test_a_file_of_measurements_is_hardware(tmp_path):
     text = "\n".join(plan.assumptions)
     assert "rates: measured on NVIDIA H100 80GB HBM3, 2026-11-28T17:05:00Z" in text
     assert "matrix products: 60% of that peak (measured)" in text
-    assert "backend triton; multiply-adds" in text and "40% and 40% of the peak (measured)" in text
+    assert "backend triton (fastest of 1 right backends, measured 2026-11-28T17:05:00Z on" in text
+    assert "40% and 40% of the peak (measured)" in text
     assert "network: 70% of 50 GB/s per GPU between nodes (assumed, optimistic)" in text
 
 
