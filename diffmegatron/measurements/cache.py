@@ -59,7 +59,7 @@ def measurements_here(device_type: str) -> Measurements | None:
 def cached_gpus() -> list[Measurements]:
     """Return the measurements of GPUs in the user's cache, oldest first, without damaged files.
 
-    A file may belong to a GPU, driver or library that this machine does not have any more.
+    A file may belong to a GPU, driver or library that this machine no longer has.
     """
     found = []
     with suppress(OSError):
@@ -71,11 +71,15 @@ def cached_gpus() -> list[Measurements]:
 
 
 def cached_measurements(machine: Machine) -> Measurements | None:
-    """Return the measurements of this machine in the user's cache, or None.
+    """Return the measurements of this machine in the user's cache, or None."""
+    return measurements_of(machine, cache_file(machine))
+
+
+def measurements_of(machine: Machine, path: Path) -> Measurements | None:
+    """Return the measurements of a machine in a file, or None.
 
     A file that is damaged, or that belongs to another machine, causes a warning and is not used.
     """
-    path = cache_file(machine)
     if not os.path.lexists(path):
         return None
     try:

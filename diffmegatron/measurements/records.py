@@ -3,13 +3,13 @@
 This module does not import torch, so that commands which plan a recipe start fast.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from diffmegatron.attention.kernels.registry import Op
 from diffmegatron.measurements.machine import Machine
-from diffmegatron.section import Count, CountOrZero, Section, Size, SizeOrZero
+from diffmegatron.section import Count, Section, Size, SizeOrZero
 
 Seconds = Annotated[float, Field(gt=0)]
 """Time of a kernel or a collective, in seconds."""
@@ -25,7 +25,7 @@ class KernelShape(Section):
         dtype: torch's name of the inputs' dtype, such as "bfloat16".
         batch: sequences of a call.
         length: queries of a call, per sequence.
-        keys: keys of a call, per sequence; 0 of a subtraction.
+        keys: keys of a call, per sequence, at least as many as queries; 0 of a subtraction.
         head_dim: width of a query.
         signal_heads: query heads of the first map on this rank, or signal heads of a subtraction.
         noise_heads: query heads of the second map, or noise heads; 0 with one map.
@@ -47,6 +47,12 @@ class KernelShape(Section):
     features: tuple[str, ...] = ()
     has_norm: bool = False
     is_deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.operation != "subtraction" and self.keys < self.length:
+            raise ValueError(f"keys {self.keys} is below length {self.length}")
+        return self
 
 
 class Timing(Section):
@@ -144,7 +150,7 @@ class CollectiveMeasurement(Section):
     operation: CollectiveOperation
     ranks: Size
     nodes: Size
-    bytes: CountOrZero
+    bytes: Count
     time: Timing
 
 

@@ -1,7 +1,7 @@
 """Rates of a recipe's matrix products, of memory, and of its collectives."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,7 +145,7 @@ def collectives_of(recipe: Recipe, parallel_state: "ParallelState") -> list[Coll
     if parallel.context > 1:
         found.append(_context_collective(recipe, parallel_state.context_group))
     group = parallel_state.data_context_group
-    if group.size() > 1:
+    if group.size() > 1 and trained:
         # ZeRO 1 reduces float32 gradients, ZeRO 2 and 3 those of the run's precision.
         width = 4 if parallel.zero_stage == 1 else element
         bucket = width * min(REDUCE_BUCKET, trained)
@@ -169,15 +169,13 @@ def _context_collective(recipe: Recipe, group: ProcessGroup) -> Collective:
 
 
 def measure_collectives(
-    recipe: Recipe, parallel_state: "ParallelState", nodes: int
+    recipe: Recipe, parallel_state: "ParallelState", hosts: Sequence[str]
 ) -> list[CollectiveMeasurement]:
     """Time the collectives of a recipe; all ranks must call this.
 
-    ``nodes`` is the number of machines of all ranks; a group is assumed to lie on one machine if it
-    has at most as many ranks as a machine.
+    ``hosts`` are the names of the machines of all ranks, by rank.
     """
     device, found = parallel_state.device, []
-    on_node = max(1, parallel_state.world_size // nodes)
     for each in collectives_of(recipe, parallel_state):
         run = _collective(each, device)
         run()
@@ -185,13 +183,13 @@ def measure_collectives(
         for _ in range(_ROUNDS):
             distributed.barrier(each.group)
             taken.append(_wall_seconds(run, device))
-        size = each.group.size()
+        ranks = distributed.get_process_group_ranks(each.group)
         found.append(
             CollectiveMeasurement(
                 name=each.name,
                 operation=each.operation,
-                ranks=size,
-                nodes=1 if size <= on_node else -(-size // on_node),
+                ranks=len(ranks),
+                nodes=len({hosts[rank] for rank in ranks}),
                 bytes=each.bytes,
                 time=timing_of(taken),
             )

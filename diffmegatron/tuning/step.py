@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from diffmegatron.config.attention_backend import attention_shape, subtraction_shape
+from diffmegatron.config.attention_backend import attention_shape, run_dtype, subtraction_shape
 from diffmegatron.config.schema import Recipe
-from diffmegatron.measurements.records import KernelShape, Measurements
+from diffmegatron.measurements.records import KernelShape, Measurements, ProductMeasurement
 from diffmegatron.model.accounting.flops import count_flops, frozen_matrices
 from diffmegatron.model.accounting.hardware import Accelerator
 from diffmegatron.model.accounting.parameters import counted_kinds
@@ -46,7 +46,7 @@ def measured_step(recipe: Recipe, ranks: int, found: Measurements) -> MeasuredSt
     if products is None or attention is None or found.memory is None:
         return None
     rate = found.memory.bytes_per_second
-    fastest = max(each.flops_per_second for each in found.products)
+    fastest = max(each.flops_per_second for each in products_in(run_dtype(recipe), found))
     rates = Accelerator(fastest, memory_gib=0.0, memory_bandwidth=rate, link_bandwidth=0.0)
     training = recipe.training
     flops = count_flops(recipe.model, training.seq_length, frozen_matrices(recipe)).training
@@ -59,9 +59,17 @@ def measured_step(recipe: Recipe, ranks: int, found: Measurements) -> MeasuredSt
     )
 
 
+def products_in(dtype: str, found: Measurements) -> list[ProductMeasurement]:
+    """Return the measured products of a dtype."""
+    return [each for each in found.products if each.dtype == dtype]
+
+
 def _products(recipe: Recipe, found: Measurements) -> float | None:
     """Return the seconds of all products of a microbatch on one rank."""
-    times = {(each.rows, each.inner, each.columns): each.time.median for each in found.products}
+    times = {
+        (each.rows, each.inner, each.columns): each.time.median
+        for each in products_in(run_dtype(recipe), found)
+    }
     total = 0.0
     for each in products_of(recipe):
         seconds = times.get((each.rows, each.inner, each.columns))

@@ -6,13 +6,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diffmegatron.config.attention_backend import run_dtype
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, shorten
 from diffmegatron.measurements.records import KernelMeasurement, Measurements, TriedBackend
 from diffmegatron.plan.rates import Hardware, known_gpu
 from diffmegatron.plan.timing import estimate_time
-from diffmegatron.tuning.step import MeasuredStep, measured_step
+from diffmegatron.tuning.step import MeasuredStep, measured_step, products_in
 from diffmegatron.tuning.tune import Tuned, describe_shape, kernel_shapes
 
 
@@ -103,7 +104,8 @@ def _comparison(recipe: Recipe, ranks: int, found: Measurements, step: MeasuredS
     name = known_gpu(found.machine.name)
     rate = step.flops / step.total
     if name is None:
-        best = max(each.flops_per_second for each in found.products)
+        products = products_in(run_dtype(recipe), found)
+        best = max(each.flops_per_second for each in products)
         return [f"  {rate / 1e12:.4g} TFLOP/s, {rate / best:.0%} of the fastest matrix product"]
     hardware = Hardware(name)
     assumed = estimate_time(recipe, ranks, hardware)

@@ -1,6 +1,7 @@
 """Verify and time the kernels of recipes on this machine, and store the measurements."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ from diffmegatron.config.attention_backend import attention_shape, subtraction_s
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import packed_conversations
 from diffmegatron.errors import UserError
+from diffmegatron.file_lock import FileLock
+from diffmegatron.files import format_path
 from diffmegatron.measurements.cache import (
     cache_file,
     cached_measurements,
     check_writable,
+    measurements_of,
     write_measurements,
 )
 from diffmegatron.measurements.machine import this_machine
@@ -59,7 +63,8 @@ def tune(recipes: Sequence[Recipe], out: Path | None = None) -> Tuned | None:
     recipes whose layout fits them. Every rank must call this function.
 
     Args:
-        out: file to write in place of the one in the user's cache.
+        out: file to write in place of the one in the user's cache. Measurements of this machine
+            that it has are kept.
 
     Returns:
         The measurements on rank 0, and None on the other ranks.
@@ -106,41 +111,51 @@ def _measure_on_one_rank(
     recipes: Sequence[Recipe], collectives: Sequence[CollectiveMeasurement], out: Path | None
 ) -> Tuned:
     machine, device = this_machine(), own_device()
-    path = cache_file(machine) if out is None else out
-    found = cached_measurements(machine) or Measurements(machine=machine)
-    found = found.updated(Measurements(machine=machine, collectives=tuple(collectives)))
+    new = Measurements(machine=machine)
+    known = cached_measurements(machine) or new
     if out is not None:
         check_writable(out)  # Report a wrong path before the work.
+        known = known.updated(measurements_of(machine, out) or new)
+    new = new.updated(Measurements(machine=machine, collectives=tuple(collectives)))
     progress = _Progress()
     for shape in dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe)):
         progress.print(describe_shape(shape))
-        measured = measure_kernel(shape, device, found.of_shape(shape))
-        found = found.updated(Measurements(machine=machine, kernels=(measured,)))
+        measured = measure_kernel(shape, device, known.of_shape(shape))
+        new = new.updated(Measurements(machine=machine, kernels=(measured,)))
         if lost := next((each for each in measured.candidates if each.lost_device), None):
-            _write(found, path, out)
+            then = "it is left out from now on, so run the same command again"
+            if _write(known, new, out).path is None:
+                then = "run the command with --out FILE until it ends; each time it leaves out more"
             raise UserError(
                 f"backend {lost.backend} has made the GPU unusable for this process "
-                f"({lost.problem}); it is left out from now on, so run the same command again"
+                f"({lost.problem}); {then}"
             )
     for recipe in recipes:
         progress.print(f"matrix products of {recipe.run_dir}")
         products = tuple(measure_products(recipe, device, _PRODUCT_SECONDS))
-        found = found.updated(Measurements(machine=machine, products=products))
+        new = new.updated(Measurements(machine=machine, products=products))
     progress.print("memory")
     memory = measure_memory(device, _COPY_SECONDS)
-    found = found.updated(Measurements(machine=machine, memory=memory))
-    return Tuned(found, _write(found, path, out))
+    new = new.updated(Measurements(machine=machine, memory=memory))
+    return _write(known, new, out)
 
 
-def _write(found: Measurements, path: Path, out: Path | None) -> Path | None:
+def _write(known: Measurements, new: Measurements, out: Path | None) -> Tuned:
+    """Add new measurements to the known ones, and to those that others have written meanwhile."""
+    path = cache_file(new.machine) if out is None else out
     try:
-        write_measurements(path, found)
+        check_writable(path)
+        lock = path.with_name(f"{path.name}.lock")
+        with FileLock(lock, format_path(path), "give another --out", patience=math.inf):
+            written = measurements_of(new.machine, path)
+            found = (known if written is None else known.updated(written)).updated(new)
+            write_measurements(path, found)
     except UserError as error:
         if out is not None:
             raise
         log.warning("%s", error)
-        return None
-    return path
+        return Tuned(known.updated(new), None)
+    return Tuned(found, path)
 
 
 def measure_kernel(
@@ -209,7 +224,7 @@ def _measure_between_ranks(recipes: Sequence[Recipe]) -> list[CollectiveMeasurem
                 log.warning("the collectives of %s are not timed: %s", recipe.run_dir, error)
             continue
         with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
-            found += measure_collectives(recipe, parallel_state, len({*hosts}))
+            found += measure_collectives(recipe, parallel_state, hosts)
     return found
 
 

@@ -17,8 +17,8 @@ def main() -> None:
         for layout in layouts:
             recipe = load_recipe(path, layout.split())
             with process_groups(recipe.parallel, 0) as parallel_state:
-                measured = measure_collectives(recipe, parallel_state, nodes=1)
+                measured = measure_collectives(recipe, parallel_state, hosts=["a", "b"])
             found[layout] = [(each.name, each.operation, each.bytes) for each in measured]
-            assert all(each.ranks == 2 and each.nodes == 1 for each in measured)
+            assert all(each.ranks == 2 and each.nodes == 2 for each in measured)
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)

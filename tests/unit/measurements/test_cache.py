@@ -148,8 +148,14 @@ def test_the_fastest_is_right():
     assert measurement(wrong).fastest is None
 
 
+def test_a_shape_with_fewer_keys_than_queries_is_damage():
+    with pytest.raises(ValueError, match="keys 7 is below length 8"):
+        KernelShape.model_validate(SHAPE.model_dump() | {"keys": 7})
+    KernelShape.model_validate(SHAPE.model_dump() | {"operation": "subtraction", "keys": 0})
+
+
 def test_newer_measurements_replace_those_of_the_same_shape():
-    longer = SHAPE.model_copy(update={"length": 16})
+    longer = SHAPE.model_copy(update={"length": 16, "keys": 16})
     newer = Measurements(
         machine=MACHINE,
         kernels=(measurement(right("sdpa", 1e-4)), measurement(right("sdpa", 1), shape=longer)),

@@ -8,10 +8,21 @@ import torch
 from diffmegatron.attention.kernels.installed_backends import installed_backend
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.errors import UserError
-from diffmegatron.measurements.cache import cache_file, cached_measurements, read_measurements
+from diffmegatron.measurements.cache import (
+    cache_file,
+    cached_measurements,
+    read_measurements,
+    write_measurements,
+)
 from diffmegatron.measurements.machine import this_machine
-from diffmegatron.measurements.records import KernelShape, TriedBackend
+from diffmegatron.measurements.records import (
+    KernelMeasurement,
+    KernelShape,
+    Measurements,
+    TriedBackend,
+)
 from diffmegatron.tuning import tune as tuning
+from diffmegatron.tuning.step import measured_step
 from diffmegatron.tuning.tables import kernel_rows, print_tuned
 from diffmegatron.tuning.verification import checks_of, verify
 from tests.paths import RESULTS
@@ -179,6 +190,35 @@ def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_pa
     out = tmp_path / "a.json"
     tuning.tune([other], out)
     assert json.loads(out.read_text())["machine"]["kernels"] == this_machine().kernels
+
+
+def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatch):
+    """Write measurements of another tune while this one runs, and tell of a lost GPU."""
+    recipe, out = tuning.with_document_mask(tiny_recipe()), tmp_path / "a.json"
+    other = KernelMeasurement(shape=SHAPE, candidates=(), measured_at="now")
+    measure, known = tuning.measure_kernel, []
+
+    def measure_and_lose(shape, device, before):
+        write_measurements(out, Measurements(machine=this_machine(), kernels=(other,)))
+        known.append(before)
+        lost = TriedBackend(backend="blocked", problem="a wrong address", lost_device=True)
+        return measure(shape, device, before).model_copy(update={"candidates": (lost,)})
+
+    monkeypatch.setattr(tuning, "measure_kernel", measure_and_lose)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"blocked has made the GPU unusable .* left out from"):
+            tuning.tune([recipe], out)
+    assert other in read_measurements(out).kernels and known[0] is None
+    assert known[1].candidates[0].lost_device
+    assert not [*tmp_path.glob("*.lock")]
+
+
+def test_products_of_another_dtype_are_not_those_of_a_run(tiny_recipe):
+    tuned = tuning.tune([tuning.with_document_mask(tiny_recipe())])
+    found = tuned.measurements
+    assert measured_step(tiny_recipe(), 1, found) is not None
+    products = [each.model_copy(update={"dtype": "bfloat16"}) for each in found.products]
+    assert measured_step(tiny_recipe(), 1, found.model_copy(update={"products": products})) is None
 
 
 def test_a_damaged_file_is_replaced_and_a_folder_without_permission_reported(
