@@ -115,8 +115,20 @@ def compare(run_dirs: Sequence[Path], out: Path) -> tuple[list[str], Table]:
 
 
 def _result(run: RecordedRun, figures: Mapping[str, Any]) -> RunResult:
-    seed = run.stages[-1].recipe.training.seed
-    return RunResult(figures["attention"], figures["parameters"], figures["tokens"], seed, figures)
+    recipes = [stage.recipe for stage in run.stages]
+    data = {
+        f"data.{key}": [getattr(recipe.data, key) for recipe in recipes]
+        for key in ("tokenizer", "sources", "validation_fraction", "test_fraction", "split_seed")
+    }
+    data["training.seq_length"] = [recipe.training.seq_length for recipe in recipes]
+    return RunResult(
+        attention=figures["attention"],
+        parameters=figures["parameters"],
+        tokens=figures["tokens"],
+        seed=recipes[-1].training.seed,
+        figures=figures,
+        data=data,
+    )
 
 
 def read_run(run_dir: Path) -> RecordedRun:

@@ -22,6 +22,7 @@ class RunResult(NamedTuple):
         tokens: number of tokens seen.
         seed: seed of the initial weights and of the order of the data.
         figures: last values of the metrics, by name.
+        data: values of the keys of the recipe that determine the data, for each stage.
     """
 
     attention: str
@@ -29,6 +30,7 @@ class RunResult(NamedTuple):
     tokens: int
     seed: int
     figures: Mapping[str, float]
+    data: Mapping[str, Sequence[object]]
 
 
 class Difference(NamedTuple):
@@ -71,6 +73,13 @@ def conclude(runs: Sequence[RunResult]) -> list[str]:
             f"Nothing is concluded, because the runs have seen {seen[0]:,} to {seen[-1]:,} tokens; "
             "compare their losses at equal tokens in the picture."
         ]
+    differing = [
+        name for name, values in runs[0].data.items() if any(r.data[name] != values for r in runs)
+    ]
+    if differing:
+        return [
+            f"Nothing is concluded, because the runs have different data ({', '.join(differing)})."
+        ]
     networks: dict[tuple[str, int], list[RunResult]] = defaultdict(list)
     for run in runs:
         networks[run.attention, run.parameters].append(run)
@@ -91,9 +100,7 @@ def _compared(other: list[RunResult], first: list[RunResult], loss: str) -> str:
     found = paired_difference([(ours[seed], theirs[seed]) for seed in common])
     text = f"{names.format(found.finding)}: {loss} {found.value:+.4f}"
     if found.interval is None:
-        return (
-            f"{text} nats per token (↓), and one seed each says nothing about kinds of attention."
-        )
+        return f"{text} nats per token (↓), and one seed each does not compare the kinds."
     low, high = found.interval
     return f"{text} [{low:+.4f}, {high:+.4f}] nats per token (↓) over {len(common)} seeds."
 

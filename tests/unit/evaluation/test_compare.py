@@ -86,7 +86,7 @@ def test_the_final_figures_are_those_of_the_entries(tmp_path):
     table = (tmp_path / "out" / "compare.md").read_text()
     assert "|  | diff | plain |" in table and "| tokens | 20,480 | 20,480 |" in table
     sentence = re.search(r"^Transformer .* is undecided beside Diff Transformer .*$", printed, re.M)
-    assert sentence and "one seed each says nothing" in sentence[0]
+    assert sentence and "one seed each does not compare" in sentence[0]
     assert table.startswith(f"# Runs compared\n\n- {sentence[0]}\n\n|  | diff |")
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -146,7 +146,7 @@ def test_a_difference_over_seeds_has_the_interval_of_students_t():
 
 def test_networks_are_compared_by_runs_with_equal_seeds():
     def run(kind: str, seed: int, loss: float, tokens: int = 100) -> RunResult:
-        return RunResult(kind, 7, tokens, seed, {"valid/loss": loss})
+        return RunResult(kind, 7, tokens, seed, {"valid/loss": loss}, {"data.tokenizer": ["bytes"]})
 
     plain = [run("Transformer", seed, 2.0 + seed) for seed in (1, 2, 3)]
     ours = [run("Diff", seed, 1.5 + seed + seed / 1000) for seed in (3, 2, 1)]
@@ -159,4 +159,8 @@ def test_networks_are_compared_by_runs_with_equal_seeds():
     assert "have the same seed" in conclude([plain[0], plain[0], ours[0]])[0]
     assert "100 to 200 tokens" in conclude([plain[0], run("Diff", 1, 1.0, tokens=200)])[0]
     assert "no kinds are compared" in conclude(plain)[0]
+    other = plain[0]._replace(data={"data.tokenizer": ["cl100k_base"]})
+    assert conclude([ours[0], other]) == [
+        "Nothing is concluded, because the runs have different data (data.tokenizer)."
+    ]
     assert "no held-out loss" in conclude([run("Diff", 1, 1.0)._replace(figures={})])[0]
