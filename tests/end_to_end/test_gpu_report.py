@@ -111,6 +111,32 @@ def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     assert main(["gpu_report", f"--out={tmp_path}"]) == 2
     assert "holds other files; give an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert main(["gpu_report", f"--out={tmp_path / 'thesis.tex'}"]) == 2
+    assert "is a file; give a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["gpu_report", f"--out={tmp_path}", "--seconds=0"])
+
+
+def test_only_the_files_of_an_earlier_report_are_replaced(rehearsed, tmp_path):
+    shutil.copytree(rehearsed, tmp_path / "report", ignore=shutil.ignore_patterns("checkpoints"))
+    (tmp_path / "report" / "thesis.tex").touch()
+    gpu_report.clear(tmp_path / "report")
+    left = {path.name for path in (tmp_path / "report").iterdir()}
+    assert left == {"thesis.tex", "work", gpu_report.PAGE}
+
+
+@pytest.mark.parametrize(("stopped", "statuses"), [(1, (0, 75, 0)), (None, (0, 0, 0))])
+def test_only_the_named_command_may_be_stopped(tmp_path, monkeypatch, stopped, statuses):
+    step = gpu_report.Step("doctor", 30, ["a", "b", "c"], stopped)
+    for wrong in range(3):
+        for codes in (
+            statuses,
+            tuple(75 - code if n == wrong else code for n, code in enumerate(statuses)),
+        ):
+            ends = iter(codes)
+            monkeypatch.setattr(gpu_report, "run_process", lambda *_, ends=ends: next(ends))
+            result = gpu_report.run_step(step, [["a"], ["b"], ["c"]], tmp_path, 30)
+            assert (result.status == "done") == (codes == statuses)
 
 
 def test_another_bit_after_a_resume_is_found(rehearsed, tmp_path):

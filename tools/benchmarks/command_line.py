@@ -198,7 +198,7 @@ def _gpu_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=int,
+        type=count,
         default=540,
         help="deadline of all steps (default %(default)s); each step has its share of them",
     )

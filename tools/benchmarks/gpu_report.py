@@ -1,4 +1,4 @@
-"""Report what one GPU computes with this package, in at most nine minutes: `make gpu-report`.
+"""Report what one GPU computes with this package, in about nine minutes: `make gpu-report`.
 
 The steps come in order of worth: tests of the kernels, `diffmegatron tune` at the 3B shapes, layers
 of every kind compared with their baseline, estimated and allocated memory, training runs of 0.36B,
@@ -45,6 +45,14 @@ STOPPED = 75
 # Exit statuses of `timeout` if the time is over, and if the process did not end by SIGTERM.
 LATE, LATE_AND_KILLED = 124, 137
 PR_SET_PDEATHSIG = 1
+# Names in the folder of a report, beside the logs of the steps.
+FOLDERS = ("cache", "evaluation", "work")
+FILES = (
+    PAGE,
+    *("results.json", "gpu_report.tar.gz"),
+    *("gpu_report.unfinished", "results.unfinished", "gpu_report.tar.unfinished"),
+    *("kernels.json", "layer.json", "layer.md", "memory.json"),
+)
 ARCHIVED = (
     "*.log",
     "*.json",
@@ -66,11 +74,13 @@ class Step:
         commands: modules with arguments, which Python runs one after the other. Braces stand for
             values of `SIZES`, and for {out}, {work} and {sources}: the folder of the report, its
             subfolder for runs, and the override that makes a run read the prepared text.
+        stopped: index of the command that must end with status 75; None: none does.
     """
 
     name: str
     seconds: int
     commands: Sequence[str]
+    stopped: int | None = None
 
 
 TESTS = "pytest --tb=short --timeout=150 -p no:cacheprovider -p tools.benchmarks.pytest_outcomes "
@@ -107,7 +117,7 @@ STEPS = (
     Step("train_diff_v1", 60, [f"diffmegatron {TRAIN}diff_v1"]),
     Step("train_diff_v2", 60, [f"diffmegatron {TRAIN}diff_v2 model.attention.kind=diff_v2"]),
     Step("train_softmax", 60, [f"diffmegatron {TRAIN}softmax model.baseline=true"]),
-    Step("resume", 80, [f"diffmegatron {TRAIN}whole{EXACT}", RESUME, RESUME]),
+    Step("resume", 80, [f"diffmegatron {TRAIN}whole{EXACT}", RESUME, RESUME], stopped=1),
     Step(
         "export",
         90,
@@ -152,17 +162,25 @@ def main(arguments: argparse.Namespace) -> None:
         limit = min(step.seconds * share, left)
         print(f"{step.name} (at most {max(limit, 0):.0f} s)", flush=True)
         commands = fill_in(step, folder, REHEARSAL if arguments.rehearse else SIZES)
-        results.append(run_step(step.name, commands, folder, limit))
+        results.append(run_step(step, commands, folder, limit))
         print(f"  {results[-1].decision}: {results[-1].sentence}", flush=True)
         write_report(folder, machine, results)
     print(f"wrote {folder / PAGE}")
 
 
 def clear(folder: Path) -> None:
-    """Create the folder of a report; delete an earlier report, and nothing else."""
+    """Create the folder of a report; delete the files of an earlier report, and no others."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {format_path(folder)} is a file; give a folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / PAGE).exists():
         raise UserError(f"--out {format_path(folder)} holds other files; give an empty folder")
-    shutil.rmtree(folder, ignore_errors=True)
+    logs = [f"{step.name}.log" for step in STEPS]
+    for name in (*FOLDERS, *FILES, *logs):
+        path = folder / name
+        if name in FOLDERS:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     (folder / "work").mkdir(parents=True)
     (folder / PAGE).write_text("# GPU report: no step has ended yet\n")
 
@@ -182,19 +200,22 @@ def fill_in(step: Step, folder: Path, sizes: Mapping[str, str]) -> list[list[str
     return commands
 
 
-def run_step(name: str, commands: Sequence[Sequence[str]], folder: Path, seconds: float) -> Result:
+def run_step(step: Step, commands: Sequence[Sequence[str]], folder: Path, seconds: float) -> Result:
     """Run the commands of a step within so many seconds, and summarize its files."""
+    name = step.name
     if seconds < LEAST:
         return Result(name, "not started", 0, "no time was left", None)
     started, status = time.monotonic(), DONE
     with (folder / f"{name}.log").open("ab", buffering=0) as log:
-        for command in commands:
+        for number, command in enumerate(commands):
             log.write(f"$ python {shlex.join(command)}\n".encode())
             left = started + seconds - time.monotonic()
             code = run_process(command, log.fileno(), left, folder)
             if code in (LATE, LATE_AND_KILLED):
                 status = "stopped at its deadline"
-            elif code not in (0, STOPPED):
+            elif number == step.stopped and code == 0:
+                status = "failed, because a run ended that should have been stopped"
+            elif code != (STOPPED if number == step.stopped else 0):
                 status = f"failed with status {code}"
             if status != DONE:
                 break
