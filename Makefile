@@ -78,7 +78,7 @@ vllm: .vllm/.installed
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu
 
-# One command for somebody's GPU: tests, tune, layers, memory, training runs; at most nine minutes.
+# One command for somebody's GPU: tests, tune, layers, memory, training runs; about nine minutes.
 gpu-report: $(VENV)/.installed
 	$(BIN)/python -m tools.benchmarks gpu_report
 
@@ -101,16 +101,16 @@ constraints:
 clean:
 	rm -rf runs build site .transformers4 .vllm *.egg-info
 
-# uv where it is found, else pip. pip's output becomes one line that shows the progress. Neither compiles
-# the thousands of modules that nobody imports.
-ifneq ($(shell command -v uv 2>/dev/null),)
-INSTALL = uv pip install --python $(BIN)/python --constraint constraints.txt $(1)
-else
-INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints.txt $(1) | awk ' \
+# uv where it is found, else pip; uv does not read pip's index, so where one is set, pip installs. pip's
+# output becomes one line that shows the progress. Neither compiles the thousands of modules that nobody imports.
+PIP_INDEX = $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(shell $(PYTHON) -m pip config list 2>/dev/null | grep index-url=)
+UV = $(if $(PIP_INDEX),,$(shell command -v uv 2>/dev/null))
+INSTALL = $(call $(if $(UV),UV_INSTALL,PIP_INSTALL),$(1))
+UV_INSTALL = uv pip install --python $(BIN)/python --constraint constraints.txt $(1)
+PIP_INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints.txt $(1) | awk ' \
 	/^Collecting/ { printf "\r\033[K%d packages found, newest %s", ++found, $$2; fflush() } \
 	/^Installing collected/ { printf "\r\033[Kinstalling %d packages", NF - 3; fflush() } \
 	END { print "" }'
-endif
 
 # torch is named, because as a dependency alone the registry's newest build with gigabytes of CUDA packages
 # would be taken even where a CPU wheel of this version is at hand.
