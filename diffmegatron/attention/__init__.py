@@ -1,6 +1,6 @@
-"""Differential attention: functions, kinds of attention, and layers for Megatron-core.
+"""Differential attention: functions, their kernels, and kinds of attention.
 
-The functions also work without Megatron's layers::
+The functions work without Megatron; the layers for Megatron-core are in ``model/layers``::
 
     from diffmegatron.attention import diff_attention, diff_attention_v2, softmax_attention
 """
