@@ -34,14 +34,19 @@ def run_dtype(recipe: RecipeSections) -> str:
     return _DTYPES[recipe.training.precision]
 
 
-def attention_call(recipe: RecipeSections, kind: AttentionKind, device_type: str) -> Call:
-    """Return the properties of a layer's attention call; ``device_type`` is "cuda" or "cpu"."""
+def attention_call(
+    recipe: RecipeSections, kind: AttentionKind, device_type: str, chip: int | None = None
+) -> Call:
+    """Return the properties of a layer's attention call.
+
+    ``device_type`` is "cuda" or "cpu", and ``chip`` the GPU's major compute capability, if known.
+    """
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
         context=recipe.parallel.context,
         communication=choose_context_communication(recipe),
     )
-    return Call(kind.operation, device_type, run_dtype(recipe), kind.head_dim, needs)
+    return Call(kind.operation, device_type, run_dtype(recipe), kind.head_dim, needs, chip)
 
 
 def attention_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShape:
@@ -101,18 +106,23 @@ def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShap
 
 
 def layer_backend(
-    recipe: RecipeSections, kind: AttentionKind, device_type: str, libraries: frozenset[str]
+    recipe: RecipeSections,
+    kind: AttentionKind,
+    device_type: str,
+    libraries: frozenset[str],
+    chip: int | None = None,
 ) -> tuple[str, str]:
     """Return the name of the backend of a layer's attention, and the reason for the choice.
 
-    ``libraries`` are the usable optional libraries.
+    ``libraries`` are the usable optional libraries, and ``chip`` is the GPU's major compute
+    capability, if known.
 
     Raises:
         UserError: ``training.attention_backend`` is not a backend of the kind's operation, or it
             cannot run with this recipe on this device with these libraries.
     """
     setting, known = recipe.training.attention_backend, BACKENDS[kind.operation]
-    call = attention_call(recipe, kind, device_type)
+    call = attention_call(recipe, kind, device_type, chip)
     chosen = chosen_kernels(recipe, kind, device_type)
     if chosen is not None and why_not(chosen.attention, call, libraries) is None:
         return chosen.attention, chosen.origin

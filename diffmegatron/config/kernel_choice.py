@@ -27,12 +27,14 @@ class Surroundings(NamedTuple):
         libraries: usable optional libraries.
         measured: measurements of this machine, or None.
         saved: recipe of the checkpoint from which the run resumes, or None.
+        chip: major compute capability of the GPU; None on other devices.
     """
 
     device: str
     libraries: frozenset[str]
     measured: Measurements | None = None
     saved: RecipeSections | None = None
+    chip: int | None = None
 
 
 class Choice(NamedTuple):
@@ -110,7 +112,7 @@ def _before(number: int, kind: AttentionKind, here: Surroundings) -> str | None:
         return training.attention_backend
     if training.chosen_kernels is not None:
         return training.chosen_kernels.kinds[number].attention
-    return layer_backend(here.saved, kind, here.device, here.libraries)[0]
+    return layer_backend(here.saved, kind, here.device, here.libraries, here.chip)[0]
 
 
 def _choose(
@@ -124,7 +126,8 @@ def _choose(
         # The checkpoint is of a version that did not record the choice, and chose by the order.
         return _in_order(recipe, kind, here)
     kept, device = before.chosen_kernels.kinds[number], before.chosen_kernels.device
-    problem = why_not(kept.attention, attention_call(recipe, kind, here.device), here.libraries)
+    call = attention_call(recipe, kind, here.device, here.chip)
+    problem = why_not(kept.attention, call, here.libraries)
     if device != here.device:
         problem = f"was chosen on {device}"
     if problem is None:
@@ -156,7 +159,7 @@ def _new_choice(
 def _in_order(
     recipe: RecipeSections, kind: AttentionKind, here: Surroundings
 ) -> tuple[KindKernels, str]:
-    name = _first(attention_call(recipe, kind, here.device), here)
+    name = _first(attention_call(recipe, kind, here.device, here.chip), here)
     found = _kernels(name, _subtraction(recipe, kind, here), _ORDER)
     return found, f"{_ORDER}; {_TUNE}"
 
@@ -173,7 +176,7 @@ def _subtraction(recipe: RecipeSections, kind: AttentionKind, here: Surroundings
         return "auto"
     if (fastest := _fastest(shape, here)) is not None:
         return fastest
-    call = Call("subtraction", here.device, shape.dtype, shape.head_dim)
+    call = Call("subtraction", here.device, shape.dtype, shape.head_dim, chip=here.chip)
     return _first(call, here) if _wrong("subtraction", shape.dtype, here) else "auto"
 
 

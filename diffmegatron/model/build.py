@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from diffmegatron.attention.kernels.installed_backends import importable_libraries
+from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
 from diffmegatron.config.attention_backend import chosen_kernels, layer_backend
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
@@ -151,10 +151,10 @@ def _choose_backends(recipe: Recipe, parallel_state: ParallelState) -> list[str]
 
     The list covers all pipeline stages, so that all ranks refuse an impossible choice.
     """
-    device, libraries = parallel_state.device.type, importable_libraries()
+    device, libraries = parallel_state.device, importable_libraries()
     choices = [
-        layer_backend(recipe, recipe.model.attention.of_layer(layer), device, libraries)
-        for layer in range(recipe.model.num_layers)
+        layer_backend(recipe, kind, device.type, libraries, chip_of(device))
+        for kind in map(recipe.model.attention.of_layer, range(recipe.model.num_layers))
     ]
     for name, reason in dict.fromkeys(choices):
         log.info("attention backend %s: %s", name, reason)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.kernels.installed_backends import importable_libraries
+from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
 from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
@@ -70,7 +70,7 @@ def _computations(
     recipes: Sequence[Recipe], device: torch.device
 ) -> Iterator[tuple[str, Computation]]:
     measured = measurements_here(device.type)
-    new_run = Surroundings(device.type, importable_libraries(), measured)
+    new_run = Surroundings(device.type, importable_libraries(), measured, chip=chip_of(device))
     for recipe in map(with_document_mask, recipes):
         yield "a matrix product", partial(_multiply, device)
         here = new_run._replace(saved=_saved_recipe(recipe))
@@ -78,7 +78,7 @@ def _computations(
         training = recipe.training.model_copy(update=chosen)
         resolved = recipe.model_copy(update={"training": training})
         for kind, _ in counted_kinds(recipe.model):
-            attention, _ = layer_backend(resolved, kind, device.type, here.libraries)
+            attention, _ = layer_backend(resolved, kind, device.type, here.libraries, here.chip)
             kernels = chosen_kernels(resolved, kind, device.type)
             subtraction: str = "auto" if kernels is None else kernels.subtraction
             if subtraction == "auto":

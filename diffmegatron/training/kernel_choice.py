@@ -1,6 +1,6 @@
 """The kernels of a run, which rank 0 chooses for all ranks."""
 
-from diffmegatron.attention.kernels.installed_backends import importable_libraries
+from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
 from diffmegatron.config.kernel_choice import Choice, Surroundings, choose_kernels
 from diffmegatron.config.schema import Recipe
 from diffmegatron.measurements.cache import measurements_here
@@ -20,7 +20,9 @@ def with_chosen_kernels(
     def choose() -> Choice:
         is_auto = recipe.training.attention_backend == "auto"
         measured = measurements_here(device) if is_auto else None
-        return choose_kernels(recipe, Surroundings(device, importable_libraries(), measured, saved))
+        chip = chip_of(parallel_state.device)
+        here = Surroundings(device, importable_libraries(), measured, saved, chip)
+        return choose_kernels(recipe, here)
 
     kernels, lines = from_rank_0(choose)
     for line in lines if parallel_state.is_main else ():

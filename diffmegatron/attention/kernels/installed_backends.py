@@ -70,11 +70,11 @@ def call_of(op: Op, q: Tensor, needs: frozenset[str] = frozenset()) -> Call:
 
     `q` `[batch, length, heads, width]` is the queries, or the `heads` of `api.subtract_noise`.
     """
-    return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs, _chip(q.device))
+    return Call(op, q.device.type, dtype_name(q.dtype), q.shape[3], needs, chip_of(q.device))
 
 
 @cache
-def _chip(device: torch.device) -> int | None:
+def chip_of(device: torch.device) -> int | None:
     """Return the major compute capability of a GPU; None for other devices."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
 
@@ -98,8 +98,8 @@ def backend_table(
     op: Op, device: str | None = None, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> list[tuple[str, bool, str]]:
     """Return (name, can run, note or reason why it cannot run) of each backend of an operation."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-    call = Call(op, device, dtype_name(dtype), head_dim)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    call = Call(op, where.type, dtype_name(dtype), head_dim, chip=chip_of(where))
     libraries = importable_libraries()
     rows = []
     for name, backend in BACKENDS[op].items():

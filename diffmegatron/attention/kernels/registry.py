@@ -181,7 +181,7 @@ _varlen_attentions = {
         entry="attend_by_fa4",
     ),
 }
-_BY = ("", " by FlashAttention 3", " by FlashAttention 4")
+_IMPLEMENTATION_NAMES = ("", " by FlashAttention 3", " by FlashAttention 4")
 _flash_attention_4 = partial(
     Backend,
     "wrappers.flash",
@@ -275,7 +275,7 @@ DIFFERENTIAL |= {
         saved=costs.four_calls,
         saves_values=False,
     )
-    for (name, backend), by in zip(_varlen_attentions.items(), _BY, strict=True)
+    for (name, backend), by in zip(_varlen_attentions.items(), _IMPLEMENTATION_NAMES, strict=True)
 }
 
 SOFTMAX = {
@@ -330,7 +330,7 @@ SOFTMAX |= {
         saved=costs.log_sum_exps,
         saves_result=True,
     )
-    for (name, backend), by in zip(_varlen_attentions.items(), _BY, strict=True)
+    for (name, backend), by in zip(_varlen_attentions.items(), _IMPLEMENTATION_NAMES, strict=True)
 }
 
 SUBTRACTION = {

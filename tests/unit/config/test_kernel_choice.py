@@ -75,6 +75,18 @@ def test_a_backend_that_was_wrong_for_another_shape_is_passed_over(tiny_recipe):
     assert choose_kernels(in_bf16, Surroundings("cpu", NOTHING, found)).kernels is not None
 
 
+def test_a_backend_of_another_gpu_generation_is_not_kept(tiny_recipe):
+    recipe = tiny_recipe("training.precision=bf16", "training.attention_backend=auto")
+    libraries = frozenset({"flash_attn_4", "triton"})
+    found = measured(recipe, right("flash4_2call", 1e-3), right("sdpa_4call", 2e-3))
+    hopper = Surroundings("cuda", libraries, found, chip=9)
+    saved = with_kernels(recipe, hopper)
+    assert saved.training.chosen_kernels.kinds[0].attention == "flash4_2call"
+    kernels, (line,) = choose_kernels(recipe, Surroundings("cuda", libraries, None, saved, chip=8))
+    assert kernels.kinds[0].attention == "sdpa_4call"
+    assert "flash4_2call needs compute capability 9.x or 10.x, got 8.x" in line
+
+
 def test_a_named_backend_is_not_replaced(tiny_recipe):
     recipe = tiny_recipe("training.attention_backend=reference")
     found = measured(recipe, right("sdpa_4call", 1e-3))

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +65,19 @@ def test_a_kernel_that_a_ring_cannot_use_is_refused_before_the_first_step(tiny_r
         pytest.raises(UserError, match="'sdpa_4call' cannot run: it cannot attend chunk by chunk"),
     ):
         build_model(recipe, parallel_state)
+
+
+@pytest.mark.parametrize(
+    ("backend", "refusal"), [("flash4_2call", None), ("varlen_fa3", "needs compute capability 9.x")]
+)
+def test_a_kernel_that_a_gpu_cannot_run_is_refused(tiny_recipe, monkeypatch, backend, refusal):
+    monkeypatch.setattr(build, "chip_of", lambda device: 10)
+    monkeypatch.setattr(build, "importable_libraries", lambda: frozenset(registry.LIBRARIES))
+    recipe = tiny_recipe("training.precision=bf16", f"training.attention_backend={backend}")
+    gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    expected = nullcontext() if refusal is None else pytest.raises(UserError, match=refusal)
+    with expected:
+        assert build._choose_backends(recipe, gpu) == [backend] * 2
 
 
 V2 = "{kind: diff_v2, num_heads: 4, head_dim: 8}"

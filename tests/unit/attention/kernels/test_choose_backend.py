@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from diffmegatron.attention.kernels import installed_backends
 from diffmegatron.attention.kernels.api import backend_table, diff_attention
 from diffmegatron.attention.kernels.installed_backends import (
     importable_libraries,
@@ -158,6 +159,14 @@ def test_table_lists_every_backend_with_a_reason():
     table = backend_table("differential", device="cpu")
     assert [name for name, _, _ in table] == list(DIFFERENTIAL)
     assert all(reason for _, _, reason in table)
+
+
+def test_table_applies_the_limits_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(installed_backends, "chip_of", lambda device: 10)
+    monkeypatch.setattr(installed_backends, "importable_libraries", lambda: frozenset(LIBRARIES))
+    table = {name: reason for name, _, reason in backend_table("differential", device="cuda")}
+    assert table["varlen_fa3"] == "needs compute capability 9.x, got 10.x"
+    assert "up to 64 on compute capability 10.x" in table["flash4_2call"]
 
 
 def test_triton_is_refused_where_it_cannot_run():
