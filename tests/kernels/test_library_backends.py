@@ -26,7 +26,7 @@ from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch import reference
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
 from diffmegatron.attention.kernels.triton.block_sizes import ChipClass
-from diffmegatron.attention.kernels.wrappers import flash, flex, varlen
+from diffmegatron.attention.kernels.wrappers import flash, flex, sdpa, varlen
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
 
 EIGHT_WARPS = {"fwd_num_warps": 8, "bwd_num_warps": 8}
@@ -290,31 +290,43 @@ def torch_flash(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["varlen", "varlen_fa3"])
 @pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
-def test_varlen(torch_flash, backend, shape, options):
+def test_varlen(torch_flash, monkeypatch, backend, shape, options):
+    bounds = []
+
+    def spy(query, key, value, *sequences, **others):
+        bounds.extend(sequences[:2])
+        return varlen_attn(query, key, value, *sequences, **others)
+
+    monkeypatch.setattr(varlen_module, "varlen_attn", spy)
     assert_equals_reference(DIFFERENTIAL[backend].function(), make_inputs(**shape), options)
+    # The four calls share the boundaries, and queries and keys do if they have the same.
+    assert len(bounds) == 8 and len({id(each) for each in bounds}) == 1 + ("keys" in shape)
 
 
 def test_varlen_uses_the_same_implementation_in_both_passes(torch_flash, monkeypatch):
     used = []
 
-    def spy(*x, **y):
-        used.append(current_flash_attention_impl())
-        out = varlen_attn(*x, **y)
-        out.register_hook(lambda _: used.append(current_flash_attention_impl()))
-        return out
+    def spied(attend):
+        def spy(*x, **y):
+            used.append(current_flash_attention_impl())
+            out = attend(*x, **y)
+            out.register_hook(lambda _: used.append(current_flash_attention_impl()))
+            return out
 
-    monkeypatch.setattr(varlen_module, "varlen_attn", spy)
+        return spy
+
+    monkeypatch.setattr(varlen_module, "varlen_attn", spied(varlen_attn))
+    attend = sdpa.scaled_dot_product_attention
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spied(attend))
     q, k, _, _, v, _ = make_inputs()
     call = AttentionCall.checked(QKV.of(q, k, v[..., :4]))
     backends = ["varlen_fa3", "varlen", "varlen_fa4", "sdpa", "varlen_fa3"]
     outs = [SOFTMAX[name].function()(call) for name in backends]
-    assert used == ["FA3", None, "FA4", "FA3"]
+    assert used == ["FA3", None, "FA4", None, "FA3"]
     used.clear()
     for out in outs:
         out.sum().backward()
-    assert used == ["FA3", None, "FA4", "FA3"]
-    SOFTMAX["sdpa"].function()(call)
-    assert current_flash_attention_impl() is None
+    assert used == ["FA3", None, "FA4", None, "FA3"]
 
 
 @pytest.mark.parametrize("backend", ["flash_2call", "flash_4call", "flash4_2call"])

@@ -190,6 +190,22 @@ def build_mask(
     return AttentionMask(query_length, key_length, causal, query_offset, key_offset, bounds)
 
 
+@cached_tensors
+def sequence_bounds(row: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """Return the boundaries of the sequences of all batch rows, concatenated row by row, int32.
+
+    `row` has the boundaries `(0, end_of_first, ...)` of the sequences of one batch row.
+    """
+    bounds = torch.tensor(row, dtype=torch.int32)
+    starts = torch.arange(batch, dtype=torch.int32)[:, None] * bounds[-1]
+    return torch.cat([bounds[:1], (starts + bounds[1:]).flatten()]).to(device)
+
+
+def longest_sequence(row: tuple[int, ...]) -> int:
+    """Return the length of the longest sequence of `sequence_bounds`."""
+    return max(stop - start for start, stop in pairwise(row))
+
+
 def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
         raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks import longest_sequence, sequence_bounds
 from ..registry import LIBRARIES
 from .two_map_calls import Attend, four_calls, two_calls
 
@@ -72,12 +73,10 @@ def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
     }
     if mask.cu_seqlens is None:
         return lambda q, k, v: _output(library.flash_attn_func(q, k, v, **options))
-    row = torch.tensor(mask.cu_seqlens, dtype=torch.int32)
-    longest = int(row.diff().max())
+    bounds = sequence_bounds(mask.cu_seqlens, call.maps.v.shape[0], call.maps.v.device)
+    longest = longest_sequence(mask.cu_seqlens)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        starts = torch.arange(q.shape[0], dtype=torch.int32)[:, None] * row[-1]
-        bounds = torch.cat([row[:1], (starts + row[1:]).flatten()]).to(q.device)
         flat = (x.flatten(0, 1) for x in (q, k, v))
         found = library.flash_attn_varlen_func(
             *flat,

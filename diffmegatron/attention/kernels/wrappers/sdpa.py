@@ -15,7 +15,7 @@ from ..call import AttentionCall
 from ..maps import QKV, WholeAttention, map_gradients
 from ..masks import AttentionMask
 from .two_map_calls import four_calls
-from .varlen import use_flash_attention
+from .varlen import KeptImplementation, use_flash_attention
 
 aten = torch.ops.aten
 
@@ -152,7 +152,8 @@ def _attend(
         out = scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=repeats > 1
         )
-        return out.transpose(1, 2)
+        kept: Tensor = KeptImplementation.apply(None, out)
+        return kept.transpose(1, 2)
     if repeats > 1:
         # With a mask and `enable_gqa`, CUDA would use the implementation that stores all scores.
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))

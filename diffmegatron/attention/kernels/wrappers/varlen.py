@@ -10,7 +10,6 @@ kernels of an installed library: FlashAttention 3 (`flash_attn_interface`) or 4 
 
 import inspect
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from ..call import AttentionCall
+from ..masks import longest_sequence, sequence_bounds
 from .two_map_calls import Attend, four_calls
 
 # Parameters of varlen_attn that this module uses. torch 2.10 lacks some of them.
@@ -66,6 +66,9 @@ def _plain_attention(call: AttentionCall, implementation: str | None) -> Attend:
     # A batch row without packed documents is one sequence.
     row = mask.cu_seqlens or (0, mask.query_length)
     key_row = mask.cu_seqlens or (0, mask.key_length)
+    batch, device = call.maps.v.shape[0], call.maps.v.device
+    bounds, key_bounds = (sequence_bounds(each, batch, device) for each in (row, key_row))
+    longest, longest_keys = longest_sequence(row), longest_sequence(key_row)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         use_flash_attention(implementation)
@@ -73,44 +76,35 @@ def _plain_attention(call: AttentionCall, implementation: str | None) -> Attend:
             q.flatten(0, 1),
             k.flatten(0, 1),
             v.flatten(0, 1),
-            _boundaries(row, q),
-            _boundaries(key_row, q),
-            _longest(row),
-            _longest(key_row),
+            bounds,
+            key_bounds,
+            longest,
+            longest_keys,
             scale=call.scale,
             window_size=(-1, 0) if mask.causal else (-1, -1),
             enable_gqa=q.shape[2] != k.shape[2],
         )
-        used: Tensor = _UsedImplementation.apply(implementation, out)
-        return used.unflatten(0, q.shape[:2])
+        kept: Tensor = KeptImplementation.apply(implementation, out)
+        return kept.unflatten(0, q.shape[:2])
 
     return attend
 
 
-def _boundaries(row: tuple[int, ...], q: Tensor) -> Tensor:
-    """Return the boundaries of the sequences of all batch rows, int32 on q's device."""
-    bounds = torch.tensor(row, dtype=torch.int32)
-    starts = torch.arange(q.shape[0], dtype=torch.int32)[:, None] * bounds[-1]
-    return torch.cat([bounds[:1], (starts + bounds[1:]).flatten()]).to(q.device)
-
-
-def _longest(row: tuple[int, ...]) -> int:
-    return max(stop - start for start, stop in pairwise(row))
-
-
-class _UsedImplementation(torch.autograd.Function):
+class KeptImplementation(torch.autograd.Function):
     """The identity; its backward pass switches to the implementation of the forward pass.
 
-    The gradient of `varlen_attn` follows it in the backward pass. Other layers may have switched
+    The gradient of the attention follows it in the backward pass. Other layers may have switched
     to another implementation in between.
     """
 
     @staticmethod
     def forward(ctx: Any, implementation: str | None, out: Tensor) -> Tensor:
+        """Return the output."""
         ctx.implementation = implementation
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Return the output's gradient after the switch."""
         use_flash_attention(ctx.implementation)
         return None, grad
