@@ -13,6 +13,7 @@ from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
 SMALL = ("model.num_layers=2", "training.seq_length=512")
 LONG = ("model.num_layers=2", "training.seq_length=4096")
 V1 = "configs/at_scale/diff_3b_64gpus.yaml"
+MUON = "configs/at_scale/diff_3b_muon_64gpus.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}",)
 TWO = ("training.micro_batch_size=2",)
 QK_NORM = ("model.attention.qk_norm=true",)
@@ -122,7 +123,9 @@ CASES = {
         ("model.num_layers=8", "training.seq_length=2048", "optimizer.trainable=[decoder.*]"),
         microbatches=8,
     ),
-    "muon": Case("configs/at_scale/diff_3b_muon_64gpus.yaml", 64, SMALL),
+    "muon": Case(MUON, 64, SMALL),
+    "muon, zero 2": Case(MUON, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
+    "muon, zero 3": Case(MUON, 64, (*SMALL, "parallel.zero_stage=3")),
     "muon, tensor and sequence": Case(
         "configs/at_scale/diff_v2_3b_64gpus.yaml",
         8,

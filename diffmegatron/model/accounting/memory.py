@@ -110,8 +110,8 @@ def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -
     waiting = 0
     if recipe.training.offload_activations:
         waiting = kept - activations.shared_bytes(recipe)
-    states = _states(recipe, stage, shards, microbatches)
-    update = max(states.update, muon.update_bytes(recipe, world_size, stage))
+    iterations = muon.update_bytes(recipe, world_size, stage)
+    states = _states(recipe, stage, shards, microbatches, iterations)
     gathered = {"loss": 0, "layer": 0, "embedding": 0}
     if recipe.parallel.zero_stage == 3:
         element = BYTES[recipe.training.precision]
@@ -127,13 +127,17 @@ def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -
         reduction=_reduction(recipe, stage, shards, microbatches, device) if is_last else Moment(),
         layer=Moment(states.layer.beside + layer, layer_freed, gathered["layer"]),
         embedding=Moment(embedding, freed, gathered["embedding"] if embedding else 0),
-        update=update,
         host=states.host + waiting,
     )
 
 
-def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> StageMemory:
-    """Return the memory of weights, gradients, optimizer state and update, without activations."""
+def _states(
+    recipe: Recipe, stage: int, shards: int, microbatches: int, iterations: int
+) -> StageMemory:
+    """Return the memory of weights, gradients, optimizer state and update, without activations.
+
+    ``iterations`` is the temporary memory of Muon's iterations.
+    """
     parallel, precision = recipe.parallel, recipe.training.precision
     element = BYTES[precision]
     low, high = rank_parameters(recipe, stage)
@@ -142,18 +146,23 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
     weights, gradients = element * low + FLOAT32 * high, FLOAT32 * trained
     partition = trained // shards
     # AdamW has two moments beside the master weights, and Muon one.
-    states = 3 * trained - muon.muon_elements(recipe, stage)
+    by_muon = muon.muon_elements(recipe, stage)
+    states = 3 * trained - by_muon
     optimizer, update = FLOAT32 * states // shards, FLOAT32 * partition
     communication, in_layer, host = element * REDUCE_BUCKET, 0, 0
     # DeepSpeed copies each gradient in the rank's partition to float64 to compute its norm.
     norm = FLOAT64 * min(largest, partition)
     if parallel.zero_stage == 3:
         weights, gradients = weights // shards, gradients // shards
+        # DeepSpeed copies the gradients of one parameter group at a time to float32.
+        update = max(update, iterations + FLOAT32 * by_muon // shards)
     elif parallel.zero_stage == 2:
         # The gradients of the rank's partition also exist in the run's precision. Count them in the
         # update, because no activations are left at the end of the backward pass.
         left = element * trained // shards
         update = max(norm, left, update if precision == "fp32" else 0)
+        # AdamW's float32 gradients are freed before Muon's update: the embedding's group is first.
+        update = max(update, iterations - FLOAT32 * (trained - by_muon) // shards)
         gradients //= shards
         # The float32 gradients are allocated at the end of the first microbatch.
         if microbatches == 1:
@@ -162,18 +171,18 @@ def _states(recipe: Recipe, stage: int, shards: int, microbatches: int) -> Stage
         communication, in_layer = 0, communication
     elif not parallel.offload_optimizer:
         # Flat gradients are reduced in place (diffmegatron.optim.flat_gradients).
-        communication, update = 0, norm if precision == "fp32" else 0
+        communication, update = 0, max(norm if precision == "fp32" else 0, iterations)
     if parallel.offload_optimizer:
         host, optimizer = optimizer + FLOAT32 * partition, 0
         if parallel.zero_stage == 3:
-            host, gradients, update = host + FLOAT32 * partition, 0, 0
+            host, gradients, update = host + FLOAT32 * partition, 0, iterations
         else:
             # Host and device each have a buffer for the largest parameter.
             communication = element * largest
             host += element * partition + communication
         if parallel.zero_stage == 1:
             communication += FLOAT32 * REDUCE_BUCKET
-            update = FLOAT32 * largest if largest > REDUCE_BUCKET else 0
+            update = max(FLOAT32 * largest if largest > REDUCE_BUCKET else 0, iterations)
     return StageMemory(
         stage=stage,
         weights=weights,
