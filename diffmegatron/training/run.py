@@ -137,9 +137,9 @@ class Run:
     def are_next_logits_observed(self) -> bool:
         """True if the largest attention logits of the next step are observed.
 
-        They are observed in logged steps that are at least ten steps apart, because this costs
-        about a tenth of the microbatch, and in the last step. With context parallelism, a rank
-        lacks the keys of other ranks.
+        They are observed in logged steps that are at least ten steps apart, and in the last step,
+        because each observation computes the logits of a microbatch again. With context
+        parallelism, a rank lacks the keys of other ranks.
         """
         training, step = self.recipe.training, self.step + 1
         interval = training.log_interval * math.ceil(10 / training.log_interval)

@@ -92,7 +92,8 @@ class AttentionKind(Section, ABC):
         """Heads of a block of ``linear_qkv`` in order, with the matrices that the block fuses.
 
         Muon orthogonalizes these matrices separately. By default they are q, k and v, and g with a
-        gate.
+        gate. The names are free. The log has the largest logits of the queries of the first matrix
+        and of those of the second, or of all queries if they belong to more than two matrices.
         """
         return numbered(name for name, count in self.heads.rows for _ in range(count))
 

@@ -4,14 +4,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.model.layers.self_attention import SelfAttention
 
-_QUERIES = 256  # Query positions whose logits are in memory at the same time.
+# Number of logits in memory at the same time; at most twice as many if documents are short.
+_LOGITS = 2**25
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def observed_logits(network: torch.nn.Module, *, once: bool = False) -> Iterator
     """Yield a dictionary into which forward passes in the ``with`` block write largest logits.
 
     It maps the global number of each layer on this rank, from 1, to the largest logit of each
-    softmax map, float32 [maps], rounded to the dtype of the queries. The maximum is over this
+    softmax map, float32 [1 or 2], rounded to the dtype of the queries. The maximum is over this
     rank's heads and all unmasked pairs of query and key; it is NaN if a logit is NaN. With
     ``once``, only the first pass of each layer is observed. The passes must have full sequences,
     without context parallelism.
@@ -53,46 +54,58 @@ def _observe(
             length; None if attention crosses documents.
     """
     length, rows = query.shape[:2]
-    ends = range(0, length * rows + 1, length) if documents is None else documents.tolist()
-    # [s, b, heads, d] to [b * s, heads, d]: the sequences of the batch one after the other.
-    queries, keys = (x.transpose(0, 1).flatten(0, 1) for x in (query, key))
-    by_key = [
-        torch.stack(
-            [
-                _largest(queries[first:end, query_heads], keys[first:end, key_head, None])
-                for first, end in pairwise(ends)
-                if first < end
-            ]
-        ).amax(0)
-        for key_head, query_heads in enumerate(layer.kind.heads.query_slices(key.shape[2]))
-    ]
-    by_query = torch.cat(by_key).float() / math.sqrt(query.shape[3])
-    # The queries of a block belong to the matrix q, or to the matrices q1 and q2 of two maps.
-    maps = [each.matrix for each in layer.kind.matrices if each.matrix.startswith("q")]
-    by_block = by_query.unflatten(0, (-1, len(maps)))
-    largest = torch.stack(
+    ends = torch.arange(0, length * rows + 1, length) if documents is None else documents.cpu()
+    positions = torch.arange(length * rows, dtype=ends.dtype)
+    starts = ends[torch.searchsorted(ends, positions, right=True) - 1]
+    # [s, b, heads, d] to [b * s, blocks, heads of a block, d]: the sequences one after the other.
+    heads = layer.kind.heads
+    keys_per_block = heads.keys // heads.blocks
+    keys = key.transpose(0, 1).flatten(0, 1).unflatten(1, (-1, keys_per_block))
+    queries = query.transpose(0, 1).flatten(0, 1).unflatten(1, (keys.shape[1], -1))
+    longest = int(ends.diff().max())
+    by_query = torch.cat(
         [
-            by_block[:, [n for n, each in enumerate(maps) if each == name]].amax()
-            for name in sorted({*maps})
+            _largest(queries[:, :, of_key], keys[:, :, number], starts, longest)
+            for number, of_key in enumerate(heads.query_slices(keys_per_block))
         ]
     )
+    by_query = by_query.float() / math.sqrt(query.shape[3])
+    largest = torch.stack([by_query[each].amax() for each in _maps(layer.kind)])
     known = found.get(layer.layer_number, largest)
     found[layer.layer_number] = torch.maximum(known, largest)
     if once:
         layer.observer = None
 
 
-def _largest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the largest q · k of each head in one document under the causal mask, [heads].
+def _maps(kind: AttentionKind) -> list[list[int]]:
+    """Return, for each softmax map, the numbers of its query heads among those of a block.
 
-    The ``queries`` [tokens, heads, d] share the key head ``keys`` [tokens, 1, d].
+    Each matrix with queries has one map. More than two count as one.
     """
+    parts = [part for part, count in kind.heads.rows for _ in range(count)]
+    names = [each.matrix for part, each in zip(parts, kind.matrices, strict=True) if part == "q"]
+    maps = [[n for n, each in enumerate(names) if each == name] for name in dict.fromkeys(names)]
+    return maps if len(maps) <= 2 else [[*range(len(names))]]
+
+
+def _largest(queries: Tensor, keys: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Return the largest q · k of each query head of a block under the causal mask, [heads].
+
+    Args:
+        queries: [tokens, blocks, heads, d].
+        keys: [tokens, blocks, d]; a key is shared by the query heads of its block.
+        starts: first token of the document of each token, [tokens] on the CPU.
+        longest: number of tokens of the longest document.
+    """
+    tokens, blocks, heads = queries.shape[:3]
+    rows = min(longest, max(1, _LOGITS // (blocks * heads * longest)))
+    first_keys, starts = starts.tolist(), starts.to(keys.device)
+    positions = torch.arange(tokens, device=keys.device)
     found = []
-    for first in range(0, len(queries), _QUERIES):
-        part = queries[first : first + _QUERIES]
-        products = torch.einsum("qhd,kgd->hqk", part, keys[: first + len(part)])
-        above = torch.ones(products.shape[-2:], dtype=torch.bool, device=keys.device).triu(
-            first + 1
-        )
-        found.append(products.masked_fill_(above, -torch.inf).amax((1, 2)))
+    for first in range(0, tokens, rows):
+        chunk, seen = slice(first, first + rows), slice(first_keys[first], first + rows)
+        products = torch.einsum("qbhd,kbd->bhqk", queries[chunk], keys[seen])
+        key, query = positions[seen], positions[chunk, None]
+        hidden = (key > query) | (key < starts[chunk, None])
+        found.append(products.masked_fill_(hidden, -torch.inf).amax((0, 2, 3)))
     return torch.stack(found).amax(0)

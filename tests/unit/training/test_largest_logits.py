@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from diffmegatron.attention.kinds.layer import numbered
 from diffmegatron.data.loader import Batch
 from diffmegatron.model.build import build_model
 from diffmegatron.model.layers.self_attention import SelfAttention
@@ -70,7 +71,7 @@ def a_batch(packed):
 def test_the_largest_logit_of_every_map_is_found(kind, packed, tiny_recipe, monkeypatch):
     overrides, meets, maps = KINDS[kind]
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
-    monkeypatch.setattr(attention_logits, "_QUERIES", 24)
+    monkeypatch.setattr(attention_logits, "_LOGITS", 6000)
     kind, expected = type(recipe.model.attention.kinds[0]), {}
     forward = kind.forward
     ends = torch.tensor(ENDS if packed else [0, 64, 128])
@@ -92,6 +93,23 @@ def test_the_largest_logit_of_every_map_is_found(kind, packed, tiny_recipe, monk
     for layer, values in found.items():
         assert values.tolist() == pytest.approx(expected[layer], rel=1e-5)
         assert values.max() > 1
+
+
+@pytest.mark.parametrize("names", [("signal", "noise"), ("first", "second", "third")])
+def test_matrices_may_have_any_names(names, tiny_recipe, monkeypatch):
+    recipe = tiny_recipe("model.attention.kind=diff_v2", "model.initialization.std=0.5")
+    kind = type(recipe.model.attention.kinds[0])
+    found = []
+    for queries in (("q1", "q2") * 2, (*names, *names)[:4]):
+        matrices = numbered((*queries, "k", "v"))
+        monkeypatch.setattr(kind, "matrices", property(lambda _, matrices=matrices: matrices))
+        with process_groups(recipe.parallel, 1) as parallel_state, torch.no_grad():
+            network = build_model(recipe, parallel_state).eval()
+            with observed_logits(network) as each:
+                network(torch.arange(64)[None])
+        found.append(each[1])
+    expected = found[0] if len(names) == 2 else found[0].amax(0, keepdim=True)
+    assert torch.equal(found[1], expected)
 
 
 def test_one_pass_is_observed_on_request(tiny_recipe):
