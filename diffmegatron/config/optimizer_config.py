@@ -133,7 +133,11 @@ class OptimizerConfig(Section):
         default=0.1, ge=0, description="decoupled decay, multiplied by the learning rate"
     )
     decay_embeddings: bool = Field(default=True, description="decay the embedding and output too")
-    decay_lambda: bool = Field(default=False, description="decay parameters of lambda too")
+    decay_lambda: bool = Field(
+        default=False,
+        description="decay parameters of lambda too; in fp32, gradients are then summed over ranks "
+        "only at the end of the backward pass",
+    )
     clip_grad_norm: float = Field(
         default=1.0, gt=0, description="largest norm of all gradients; longer ones are scaled"
     )
