@@ -17,7 +17,7 @@ from diffmegatron.optim.partition import Partition
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class GatedAdamW(torch.optim.AdamW):
+class GatedOptimizer(torch.optim.AdamW):
     """AdamW that can skip a step, and can apply weight decay to only some rows of a parameter.
 
     Muon updates the flat tensors of ``muon`` instead.
@@ -63,13 +63,13 @@ class GatedAdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(flat.data)
 
 
-def create_adamw(shards: ParameterShards, recipe: Recipe) -> GatedAdamW:
+def create_optimizer(shards: ParameterShards, recipe: Recipe) -> GatedOptimizer:
     """Return this rank's optimizer.
 
     The caller must set its ``gate``, ``decaying_rows`` and ``muon``.
     """
     optimizer = recipe.optimizer
-    return GatedAdamW(
+    return GatedOptimizer(
         _parameter_groups(shards, recipe),
         lr=optimizer.lr,
         betas=optimizer.betas,
@@ -91,11 +91,11 @@ def _parameter_groups(shards: ParameterShards, recipe: Recipe) -> list[dict[str,
             continue
         decay = recipe.optimizer.weight_decay if _decays(shard.name, parameter, recipe) else 0.0
         by_rows, is_muon = hasattr(parameter, "trained_ranges"), parameter in muon
-        own = recipe.optimizer.muon_lr_factor if is_muon else 1.0
+        factor = recipe.optimizer.muon_lr_factor if is_muon else 1.0
         settings = {
             "weight_decay": 0.0 if by_rows else decay,
             "row_decay": decay if by_rows else 0.0,
-            "lr_factor": own * getattr(parameter, "lr_factor", 1.0),
+            "lr_factor": factor * getattr(parameter, "lr_factor", 1.0),
             "is_muon": is_muon,
         }
         key = (by_rows, parameter.dtype, *settings.values())

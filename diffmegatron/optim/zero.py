@@ -20,7 +20,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET
 from diffmegatron.model.network import Network
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.optim.adamw import MOMENTS, create_adamw, decaying_rows
+from diffmegatron.optim.adamw import MOMENTS, create_optimizer, decaying_rows
 from diffmegatron.optim.flat_gradients import flat_gradients
 from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
@@ -71,7 +71,7 @@ class ZeroEngine:
         float32 = {p: p.data for p in network.parameters() if p.dtype == torch.float32}
         rounded = {p: value.clone() for p, value in float32.items()} if rounds else {}
         shards = parameter_shards(network)
-        create = partial(create_adamw, shards, recipe)
+        create = partial(create_optimizer, shards, recipe)
         # Hide DeepSpeed's output: in bf16 it prints a memory report per parameter group.
         with redirect_stdout(io.StringIO()):
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -248,7 +248,7 @@ def engine_config(recipe: Recipe) -> dict[str, Any]:
         "steps_per_print": None,
         # The throughput timer would synchronize the device before and after every microbatch.
         "timers": {"throughput": {"enabled": False}},
-        # DeepSpeed's list of tested classes has AdamW, but not its subclass GatedAdamW.
+        # DeepSpeed's list of tested classes has AdamW, but not its subclass GatedOptimizer.
         "zero_allow_untested_optimizer": True,
     }
     if recipe.parallel.offload_optimizer:
