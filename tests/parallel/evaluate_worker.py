@@ -7,6 +7,7 @@ the items that it scores to ``OUT.asked_RANK``.
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 from diffmegatron.evaluation.evaluate import evaluate
 from diffmegatron.evaluation.evaluate_settings import EvaluateSettings
@@ -23,7 +24,6 @@ def main() -> None:
             stream.write(f"{given[2].key}\n")
         return score(*given)
 
-    Loss.score = note_and_score
-    evaluate(
-        [Path(each) for each in targets], ["loss"], Path(out), EvaluateSettings(data=(data,)), []
-    )
+    settings = EvaluateSettings(data=(data,))
+    with mock.patch.object(Loss, "score", note_and_score):
+        evaluate([Path(each) for each in targets], ["loss"], Path(out), settings, [])

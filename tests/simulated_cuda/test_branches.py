@@ -23,7 +23,7 @@ CUDNN = "a GPU only: it calls the library cuDNN"
 ENTERED = {
     "attention/kernels/registry.py:": STEP + ", which choose from the table of a device",
     "attention/kernels/installed_backends.py:_unusable_reason": STEP,
-    "attention/kernels/installed_backends.py:_chip": STEP,
+    "attention/kernels/installed_backends.py:chip_of": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
     "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
     "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
@@ -71,6 +71,8 @@ ENTERED = {
 }
 NOT_ENTERED = {
     "tuning/rates.py:_wall_seconds": HARDWARE,
+    "plan/rates.py:Hardware.with_backend": "computes for `plan`, on no device",
+    "plan/rates.py:_attention_in_words": "prints what `plan` computes, on no device",
     "config/attention_backend.py:planned_backend": "computes for `plan`, on no device",
     "attention/kernels/installed_backends.py:backend_table": "prints; the CPU's table is tested",
     "attention/kernels/wrappers/cudnn_graphs.py:_handle": CUDNN,

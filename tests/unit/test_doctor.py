@@ -92,7 +92,8 @@ def test_a_machine_without_a_gpu_has_one_line_about_gpus_and_a_report_of_one_scr
 
 
 def test_measured_kernels_are_shown_with_the_wrong_ones(tmp_path, monkeypatch):
-    shape = {"operation": "softmax", "dtype": "float32", "batch": 1, "length": 256, "head_dim": 16}
+    shape = {"operation": "softmax", "dtype": "float32", "batch": 1, "length": 256}
+    shape |= {"keys": 256, "head_dim": 16}
     passes = {name: {"median": 0.002, "spread": 0} for name in ("forward", "backward")}
     candidates = [
         {"backend": "blocked", "error": 0.5, **passes},
@@ -179,12 +180,12 @@ def test_gpus_are_listed_with_memory_and_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeGpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: FakeGpu.name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     report = doctor.examine()
     assert find(report, "GPU 1").note == "80 GiB, peak 989 TFLOP/s dense bf16"
     assert find(report, "communication").value == "nccl"
     assert not [s for s in report.missing if "CUDA" in s or "bf16" in s]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert any("has no bf16" in sentence for sentence in doctor.examine().missing)
 
 

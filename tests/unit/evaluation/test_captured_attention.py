@@ -48,7 +48,8 @@ FAMILIES = {
     "plain": ("smollm2", {}),
     "qwen3": ("qwen3", {}),
     "diff": ("diffllama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
-    "diff_v2": ("diff_v2", {}),
+    # The functions below compute a layer's output without a gate.
+    "diff_v2": ("diff_v2", {"output_gate": None}),
     "grouped": ("grouped", {"num_attention_heads": 12}),
 }
 CONTEXT = 512
