@@ -168,6 +168,7 @@ LIMITS: dict[Callable[[Path, Path | None], str], tuple[int, int]] = {
 }
 # Limit of :func:`little_memory`. A small run needs some hundred MiB.
 MIB = 24
+SECONDS_OF_NATIVE_CODE = 90
 KINDS: tuple[Callable[[Path, Path | None], str], ...] = (
     *(missing, in_no_folder, folder, file, below_a_file, fifo, in_a_folder_of_fifos),
     *(link_to_itself, long_name, not_utf8, unreadable, unwritable, nul, empty, of_the_system),
@@ -351,8 +352,8 @@ def try_kind(
         with limited(*LIMITS.get(kind, ())):
             status, out, err = run(words)
     if isinstance(status, int) and status < 0:
-        # Libraries in C++ and Rust abort the process if they cannot allocate memory or start a
-        # thread. No result may be half-written, so the next start must work.
+        # Libraries in C++ and Rust abort the process, or wait without end, if they cannot allocate
+        # memory or start a thread. No result may be half-written, so the next start must work.
         again = run(words)
         return None if again[0] == 0 else f"after signal {-status}: {again}"
     problem = _wrong(status, out, err)
@@ -447,12 +448,25 @@ class _Stream(io.TextIOWrapper):
 
 
 def run_with_little_memory(words: list[str]) -> tuple[int, str, str]:
-    """Run a command in a fork, which native code may abort; return what :func:`run` returns."""
+    """Run a command in a fork, which native code may abort; return what :func:`run` returns.
+
+    Native code may also wait without end for a thread that it could not start. SIGTERM then ends
+    the fork.
+    """
     command = [forks.python(), "-m", "tests.robustness.little_memory", str(MIB), *words]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, errors="surrogateescape", timeout=SECONDS
-    )
-    return ended.returncode, ended.stdout, ended.stderr
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="surrogateescape",
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS_OF_NATIVE_CODE)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out, err = process.communicate()
+    return process.returncode, out, err
 
 
 def run(words: list[str]) -> tuple[object, str, str]:
