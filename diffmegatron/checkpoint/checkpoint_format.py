@@ -196,7 +196,7 @@ def check_same_run(directory: Path, saved_recipe: Recipe, recipe: Recipe) -> Non
 
     These settings must be equal: the section ``model``, ``data.tokenizer``,
     ``optimizer.trainable``, and ``seq_length``, ``global_batch_size`` and ``seed`` of ``training``.
-    A run of Muon cannot continue with AdamW, because there are no second moments of the matrices.
+    A run of Muon cannot continue with AdamW, because it has not saved second moments of matrices.
     """
     saved, wanted = (
         model_keys(each.model, each.model.attention)

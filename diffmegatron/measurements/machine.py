@@ -99,7 +99,7 @@ def cpu_name() -> str:
 
 
 def _driver() -> str:
-    """Return the version in the file of NVIDIA's kernel module, or "" if there is no such file."""
+    """Return the version in the file of NVIDIA's kernel module, or "" without this file."""
     try:
         first = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
