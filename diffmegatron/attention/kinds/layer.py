@@ -225,7 +225,8 @@ class Context(NamedTuple):
 
     Attributes:
         softmax_attention: (q, k, v) -> softmax(Q K^T / sqrt(d)) V of every query head,
-            `[b, s, heads, d]`.
+            `[b, s, heads, d]`. Values are as wide as queries. Query head n attends to key head
+            n // (query heads / key heads); there may be more heads than in the projections.
         diff_attention: (q1, k1, q2, k2, v, lambda_=..., norm=None) ->
             (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
             ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` for the result.
