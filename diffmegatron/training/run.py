@@ -52,10 +52,14 @@ class Run:
     The constructor loads the newest intact checkpoint in ``run_dir``, or begins a new run.
 
     Attributes:
+        recipe, parallel_state: the resolved recipe, and this rank's place in the layout.
         network: this rank's virtual pipeline stages of the model.
+        engine, loader: the optimizer under ZeRO, and the training batches.
         step: number of the last completed step; 0 before the first step.
         first_step: step at which this start of the run began.
-        values: metrics of the last completed step by name: loss, gradient norm, learning rates.
+        values: metrics of the last completed step by name, equal on every rank: ``train/loss``,
+            ``train/loss_tokens``, ``train/grad_norm``, ``train/lr``, with z-loss ``train/z_loss``,
+            and with Muon ``train/lr_muon``. Without labels, loss and norm are missing.
         agreed: values of the last completed step, reduced over all ranks.
         largest_logits: this rank's largest attention logits in the first microbatch of the last
             completed step, from ``observed_logits``; empty if they were not observed.

@@ -208,7 +208,7 @@ def test_frozen_weights_are_unchanged_on_every_rank(name, out):
 def test_losses_and_norms_stay_close_after_a_late_layout_change(metric, tolerance, out):
     """Check a run that changes from context parallelism to ZeRO 3 at step 52.
 
-    docs/recovery.md explains why the gradient norms differ more than the losses.
+    docs/results/recovery.md explains why the gradient norms differ more than the losses.
     """
     assert [outcomes(out, "late", launched) for launched in ("first", "then2")] == [
         [False, False],
