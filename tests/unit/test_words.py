@@ -58,7 +58,6 @@ WORDS = {
 ALLOWED = {
     # A judge is a model that decides whether a summary follows from its document.
     r"\bverdicts?\b|\bjudg(e|es|ed|ing)\b": {
-        "docs/evaluation.md",
         "docs/reference/suites.md",
         "diffmegatron/evaluation/judge.py",
         "diffmegatron/evaluation/judge_endpoint.py",
