@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
@@ -13,6 +14,8 @@ from diffmegatron.files import shorten
 from diffmegatron.section import MAX_COUNT, MAX_SIZE, Section
 
 _ATTENTION = "model.attention"
+# File with the keys of all releases, each with its first release.
+_RELEASED_KEYS = Path(__file__).with_name("released_keys.txt")
 # Bounds that only keep products finite. They are not part of a key's meaning.
 _TECHNICAL_BOUNDS = (MAX_SIZE, MAX_COUNT, 2**63 - 1)
 
@@ -27,6 +30,7 @@ class Key(NamedTuple):
         default: default value as YAML; None for a key that a recipe must have.
         meaning: description of the key.
         kinds: kinds of attention that have the key; empty if it does not depend on the kind.
+        since: first release that has the key, or "unreleased".
     """
 
     name: str
@@ -34,11 +38,20 @@ class Key(NamedTuple):
     default: str | None
     meaning: str
     kinds: tuple[str, ...] = ()
+    since: str = "unreleased"
 
 
 def recipe_keys() -> list[Key]:
     """Return all keys of a recipe, in the order of the sections."""
-    return list(_section_keys(RecipeSections, ""))
+    releases = read_released_keys()
+    keys = _section_keys(RecipeSections, "")
+    return [key._replace(since=releases.get(key.name, key.since)) for key in keys]
+
+
+def read_released_keys() -> dict[str, str]:
+    """Return the first release of every released key."""
+    lines = _RELEASED_KEYS.read_text().splitlines()
+    return dict(line.split() for line in lines if not line.startswith("#"))
 
 
 def find_keys(name: str) -> list[Key]:
@@ -66,24 +79,26 @@ def markdown_page() -> str:
         "`diffmegatron configs keys --markdown` writes this page from the fields of the recipe's "
         "sections. `diffmegatron configs keys training.loss_chunk` prints one key, and "
         "`diffmegatron configs keys optimizer` one section. [recipes.md](recipes.md) explains "
-        "recipes. Every recipe must have the keys without a default.",
+        "recipes. Every recipe must have the keys without a default. *Since* is the first release "
+        "that has a key.",
     ]
     keys = recipe_keys()
     for section in dict.fromkeys(key.name.partition(".")[0] for key in keys):
         rows = [
-            f"| `{key.name}` | {key.type} | {_code(key.default)} | {_meaning(key)} |"
+            f"| `{key.name}` | {key.type} | {_code(key.default)} | {_meaning(key)} | {key.since} |"
             for key in keys
             if key.name.partition(".")[0] == section
         ]
-        table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
-        parts += [f"## {section}", table]
+        columns = ["| key | value | default | meaning | since |", "|---|---|---|---|---|"]
+        parts += [f"## {section}", "\n".join([*columns, *rows])]
     return "\n\n".join(parts) + "\n"
 
 
 def describe(key: Key) -> str:
-    """Return a key with its values, default and meaning as lines of text."""
+    """Return a key with its values, default, first release and meaning as lines of text."""
     default = "must be given" if key.default is None else key.default
-    return f"{key.name}\n  values: {key.type}\n  default: {default}\n  {_meaning(key)}"
+    lines = (f"values: {key.type}", f"default: {default}", f"since: {key.since}", _meaning(key))
+    return "\n  ".join([key.name, *lines])
 
 
 def _code(text: str | None) -> str:

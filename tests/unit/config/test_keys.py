@@ -1,5 +1,6 @@
 """Tests of the reference of a recipe's keys, and of docs/keys.md."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import pytest
 
 from diffmegatron.attention.kinds.registry import KINDS
-from diffmegatron.config.keys import find_keys, markdown_page, recipe_keys
+from diffmegatron.config.keys import find_keys, markdown_page, read_released_keys, recipe_keys
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.shipped_files import shipped_folder
-from tests.paths import DOCS
+from tests.paths import DOCS, ROOT
 
 CONFIGS = shipped_folder("configs")
 RECIPES = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "clusters")]
@@ -24,6 +25,17 @@ def test_the_page_is_that_of_the_fields():
 
 def test_every_key_has_a_meaning():
     assert [key.name for key in recipe_keys() if not key.meaning] == []
+
+
+def test_released_keys_exist_and_have_a_release_of_the_changelog():
+    """Check released_keys.txt; a release adds the unreleased keys of ``configs keys`` to it."""
+    released = read_released_keys()
+    assert [name for name in released if name not in {key.name for key in recipe_keys()}] == []
+    releases = re.findall(r"^## (\d\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert {*released.values()} == {*releases}
+    assert {key.since for key in find_keys("training.steps")} == {"0.1.0"}
+    unreleased = {key.name for key in recipe_keys() if key.since == "unreleased"}
+    assert unreleased == {key.name for key in recipe_keys()} - {*released}
 
 
 def names(values: Any, prefix: str = "") -> Iterator[str]:
