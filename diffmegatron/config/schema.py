@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from diffmegatron.config.divisibility import check_parallel_layout, data_parallel_size
+from diffmegatron.config.fp8_products import check_fp8
 from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.config.trainable_patterns import (
@@ -29,6 +30,7 @@ class Recipe(RecipeSections):
         check_parallel_layout(self)
         check_trainable(self)
         check_muon(self)
+        check_fp8(self)
         return self
 
     def _check_steps(self) -> None:

@@ -48,6 +48,20 @@ class ChosenKernels(Section):
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
+class Fp8Config(Section):
+    """Matrix products of the layers in FP8, by Transformer Engine; scales as ``recipe`` names them.
+
+    ``tensorwise``: one scale per tensor, from its values. ``delayed``: from earlier steps.
+    ``blockwise``: one scale per 128 values. ``mxfp8``: one per 32 values.
+    """
+
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
+        description="scales: per tensor (tensorwise, delayed), or per 128 or 32 values"
+    )
+    first_layers_bf16: SizeOrZero = Field(default=0, description="first layers that stay in bf16")
+    last_layers_bf16: SizeOrZero = Field(default=0, description="last layers that stay in bf16")
+
+
 class ProfileConfig(Section):
     """Profiler trace of some steps, in ``run_dir/profile/``; on a GPU also memory allocations."""
 
@@ -99,6 +113,9 @@ class TrainingConfig(Section):
     )
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16", description="dtype of weights in the network; master weights are float32"
+    )
+    fp8: Fp8Config | None = Field(
+        default=None, description="matrix products of the layers in FP8; null: in the precision"
     )
     attention_backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         default="auto",

@@ -14,6 +14,7 @@ from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import stage_layers
+from diffmegatron.config.training_config import Fp8Config
 from diffmegatron.model.initialize import initialize
 from diffmegatron.model.layers.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.model.network import Network, VirtualStage
@@ -61,6 +62,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(recipe.recompute),
+        **_fp8(recipe.training.fp8),
         # On a CPU, compiling the fused SwiGLU takes about a minute.
         bias_activation_fusion=torch.cuda.is_available(),
         # Without this mode, CUDA sums the embedding's gradient in an order that changes per run.
@@ -143,6 +145,22 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
         "recompute_granularity": "full",
         "recompute_method": recompute.method,
         "recompute_num_layers": recompute.layers,
+    }
+
+
+def _fp8(fp8: Fp8Config | None) -> dict[str, Any]:
+    if fp8 is None:
+        return {}
+    # The formats and the history are the defaults of Transformer Engine's recipes.
+    is_per_tensor = fp8.recipe in ("tensorwise", "delayed")
+    return {
+        "fp8": "hybrid" if is_per_tensor else "e4m3",
+        "fp8_recipe": fp8.recipe,
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
     }
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, distributed
 from diffmegatron.attention.kinds.kind import Parameter
 from diffmegatron.config.model_config import ModelConfig, RopeScaling
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
+from diffmegatron.model.layers.fp8 import checkpoint, layer_context, pass_context
 from diffmegatron.model.layers.rotary import rotary_angles
 from diffmegatron.model.layers.self_attention import SelfAttention
 
@@ -255,14 +256,15 @@ class Decoder(MegatronModule):
         crosses the boundaries of documents.
         """
         lambdas = _lambdas([layer.self_attention for layer in self.layers])
-        for layers, is_recomputed in self._groups():
-            run = partial(_run, layers, angles, documents)
-            # Recomputation passes gradients on to tensors only if they are arguments.
-            own = [lambdas[layer.self_attention] for layer in layers]
-            if is_recomputed and self.training:
-                hidden = tensor_parallel.checkpoint(run, False, hidden, *own)
-            else:
-                hidden = run(hidden, *own)
+        with pass_context(self):
+            for layers, is_recomputed in self._groups():
+                run = partial(_run, layers, angles, documents)
+                # Recomputation passes gradients on to tensors only if they are arguments.
+                own = [lambdas[layer.self_attention] for layer in layers]
+                if is_recomputed and self.training:
+                    hidden = checkpoint(self.config, run, hidden, *own)
+                else:
+                    hidden = run(hidden, *own)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _groups(self) -> Iterator[tuple[Sequence[TransformerLayer], bool]]:
@@ -308,12 +310,13 @@ def _run(
 ) -> Tensor:
     for layer, lambda_ in zip(layers, lambdas, strict=True):
         layer.self_attention.lambda_ = lambda_
-        hidden, _ = layer(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=angles,
-            packed_seq_params=documents,
-        )
+        with layer_context(layer):
+            hidden, _ = layer(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=angles,
+                packed_seq_params=documents,
+            )
         layer.self_attention.lambda_ = None
     return hidden
 

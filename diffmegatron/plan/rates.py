@@ -37,6 +37,8 @@ from diffmegatron.model.accounting.hardware import (
 )
 from diffmegatron.model.accounting.parameters import counted_kinds
 
+# Speed of products in FP8 relative to bf16: the ratio of their peaks in the data sheets.
+FP8_SPEED = 2
 # Bytes that one of k ranks sends per byte of a collective's whole tensor, with ring algorithms.
 _SENT = {"all_reduce": lambda k: 2 * (k - 1) / k, "send": lambda _: 1.0}
 
@@ -224,6 +226,7 @@ def sentences(recipe: Recipe, hardware: Hardware) -> tuple[str, ...]:
         *([f"rates: measured on {rates.source}"] if rates.source else []),
         f"FLOP/s: bf16, {gpu.peak_flops / 1e12:,.0f} TFLOP/s dense peak of {hardware.name}",
         line(f"matrix products: {rates.matmul:.0%} of that peak", "matmul", note=", optimistic"),
+        *_fp8_in_words(recipe),
         *(_attention_in_words(recipe, kind, hardware) for kind, _ in counted_kinds(recipe.model)),
         "MFU: model FLOPs over that peak; recomputation takes time but does not count",
         line(f"memory: {rates.memory:.0%} of its bandwidth", "memory"),
@@ -247,6 +250,15 @@ def sentences(recipe: Recipe, hardware: Hardware) -> tuple[str, ...]:
         "ZeRO 1's gradients with the last microbatch's backward pass (assumed)",
         "data loading, checkpoints and stragglers take no time (assumed, optimistic)",
     )
+
+
+def _fp8_in_words(recipe: Recipe) -> list[str]:
+    if recipe.training.fp8 is None:
+        return []
+    return [
+        f"FP8: products of layers are {FP8_SPEED} times as fast as in bf16, and their operands are "
+        "quantized at the memory's rate (assumed, optimistic); its memory is an estimate too"
+    ]
 
 
 def _attention_in_words(recipe: Recipe, kind: AttentionKind, hardware: Hardware) -> str:

@@ -227,6 +227,7 @@ def _training(recipe: Recipe, sizes: dict[str, int]) -> dict[str, Any]:
         "tokens": None,
         "loss_chunk": loss_chunk,
         "attention_backend": "auto",
+        "fp8": None,
         "log_interval": 1,
         "eval_batches": 0,
         "evaluate": (),

@@ -7,11 +7,13 @@ from typing import NamedTuple
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import BACKENDS
 from diffmegatron.config.attention_backend import planned_backend
+from diffmegatron.config.fp8_products import fp8_layers
 from diffmegatron.config.schema import Recipe
 from diffmegatron.model.accounting import muon
 from diffmegatron.model.accounting.activations import (
     BYTES,
     FLOAT32,
+    FP8,
     attention_bytes_per_token,
     context_communication,
     local_tokens,
@@ -24,7 +26,7 @@ from diffmegatron.model.accounting.hardware import GPUS_PER_NODE, Accelerator
 from diffmegatron.model.accounting.memory import REDUCE_BUCKET, largest_trained, trained_parameters
 from diffmegatron.model.accounting.mfu import model_flops_utilization
 from diffmegatron.model.accounting.parameters import counted_kinds
-from diffmegatron.plan.rates import Hardware, Rates, origin
+from diffmegatron.plan.rates import FP8_SPEED, Hardware, Rates, origin
 from diffmegatron.plan.traffic import (
     attention_passes,
     busiest_stage,
@@ -111,6 +113,8 @@ def _origins(
     if all(each.is_measured for each in kernels):
         measured.add("attention")
     compute, sending = {"matmul", "memory", "attention"}, set()
+    if recipe.training.fp8 is not None:
+        compute.add("fp8")
     if communicates:
         sending = {"links", "latency"} | ({"network"} if world_size > GPUS_PER_NODE else set())
     optimizer = {"host" if recipe.parallel.offload_optimizer else "memory"}
@@ -160,6 +164,9 @@ def _compute(recipe: Recipe, hardware: Hardware) -> Compute:
     layer_weights = (count_flops(model, 0).forward / 2 - _vocabulary(recipe)) / model.num_layers
     # With training.loss_chunk, the backward pass computes the logits again.
     output_passes = 4 if training.loss_chunk else 3
+    # Products in FP8 take the time of 1 / FP8_SPEED of their multiply-adds.
+    fp8 = fp8_layers(recipe, parallel.pipeline - 1) / layers
+    layer_weights *= 1 - fp8 + fp8 / FP8_SPEED
     matmul = 2 * tokens * layers * layer_weights * (passes + 2)
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
@@ -202,7 +209,8 @@ def elementwise_bytes(recipe: Recipe) -> float:
 
     Each pass of a layer moves the residual stream about 12 times, SwiGLU's three tensors once, and
     the tensors that core attention saves once. The loss makes three passes over the logits, or four
-    with ``training.loss_chunk``.
+    with ``training.loss_chunk``. In FP8, each input of a product and each gradient of its output is
+    read and written twice as FP8 values.
     """
     model, parallel = recipe.model, recipe.parallel
     element, tokens = BYTES[recipe.training.precision], local_tokens(recipe)
@@ -217,7 +225,22 @@ def elementwise_bytes(recipe: Recipe) -> float:
         for kind, count in counted_kinds(model)
     )
     per_layer = element * (stream + swiglu) + kept / model.num_layers
-    return tokens * layers * (forward_passes(recipe) + 1) * per_layer + logits
+    quantized = fp8_layers(recipe, parallel.pipeline - 1) * _quantized_bytes(recipe)
+    moved = layers * (forward_passes(recipe) + 1) * per_layer + quantized
+    return tokens * moved + logits
+
+
+def _quantized_bytes(recipe: Recipe) -> float:
+    """Return the bytes per token with which FP8 quantizes inputs and gradients in a layer."""
+    model = recipe.model
+    bytes_of_value = BYTES[recipe.training.precision] + 2 * FP8
+    heads = [(kind.heads, count) for kind, count in counted_kinds(model)]
+    outputs = sum(count * each.output_channels for each, count in heads) / model.num_layers
+    fused = sum(count * each.qkv_channels for each, count in heads) / model.num_layers
+    inputs = 2 * model.hidden_size + outputs + model.ffn_hidden_size
+    gradients = 2 * model.hidden_size + fused + 2 * model.ffn_hidden_size
+    channels = forward_passes(recipe) * inputs + gradients
+    return bytes_of_value * channels / recipe.parallel.tensor
 
 
 def _communication(

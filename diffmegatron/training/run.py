@@ -18,11 +18,12 @@ from diffmegatron.config.stage_order import rotary_changes
 from diffmegatron.data.loader import Batch, missing_labels_warning
 from diffmegatron.files import HeldFolder, write_durably
 from diffmegatron.model.build import build_model
+from diffmegatron.model.layers.fp8 import begin_fp8
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.optim.guard import Guard, StepDecision
 from diffmegatron.optim.zero import ZeroEngine
 from diffmegatron.parallel.launcher import LaunchEnvironment
-from diffmegatron.parallel.parallel_state import ParallelState
+from diffmegatron.parallel.parallel_state import ParallelState, errors_on_all_ranks
 from diffmegatron.training.compute.agreement import Agreement, agree
 from diffmegatron.training.compute.batches import on_this_rank, open_loader, verify_sources
 from diffmegatron.training.compute.step import LossSum, forward_only
@@ -90,6 +91,9 @@ class Run:
         start = starting_checkpoint(self.store, recipe, parallel_state)
         saved = None if start is None else start.recipe
         self.recipe = recipe = with_chosen_kernels(recipe, saved, parallel_state)
+        if recipe.training.fp8 is not None:
+            with errors_on_all_ranks():
+                begin_fp8(recipe.training.fp8.recipe)
         self.network = build_model(recipe, parallel_state)
         self.shards = parameter_shards(self.network)
         self.engine = exits.enter_context(ZeroEngine(self.network, recipe, parallel_state))

@@ -40,7 +40,12 @@ class MeasuredStep(NamedTuple):
 
 
 def measured_step(recipe: Recipe, ranks: int, found: Measurements) -> MeasuredStep | None:
-    """Return the time of a step's computation, or None if a part of it was not measured."""
+    """Return the time of a step's computation, or None if a part of it was not measured.
+
+    Products in FP8 are not measured.
+    """
+    if recipe.training.fp8 is not None:
+        return None
     microbatches = recipe.num_microbatches(ranks)
     products, attention = _products(recipe, found), _attention(recipe, found)
     if products is None or attention is None or found.memory is None:

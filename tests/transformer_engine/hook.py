@@ -46,7 +46,7 @@ class _Around(Loader):
 
 def _package(module: ModuleType, execute: Execute) -> None:
     """Execute ``transformer_engine`` with the stand-in instead of its compiled extension."""
-    from tests.transformer_engine import extension
+    from tests.transformer_engine import extension, fp8
 
     sys.modules["transformer_engine_torch"] = extension.build()
     # The real module imports onnxscript, which is not needed here.
@@ -56,6 +56,7 @@ def _package(module: ModuleType, execute: Execute) -> None:
     common.load_framework_extension = lambda _: None
     execute(module)
     extension.accept_cpu_tensors()
+    fp8.emulate()
 
 
 def _layer_specs(module: ModuleType, execute: Execute) -> None:
@@ -69,7 +70,16 @@ def _layer_specs(module: ModuleType, execute: Execute) -> None:
     module.torch = extension.TorchWithCuda()
 
 
+def _fp8(module: ModuleType, execute: Execute) -> None:
+    """Execute ``fp8``, and record its calls."""
+    from tests.transformer_engine import fp8
+
+    execute(module)
+    fp8.record(module)
+
+
 AROUND: dict[str, Callable[[ModuleType, Execute], None]] = {
     "transformer_engine": _package,
     "diffmegatron.model.layers.layer_specs": _layer_specs,
+    "diffmegatron.model.layers.fp8": _fp8,
 }

@@ -24,6 +24,7 @@ from diffmegatron.model.network import Network
 from diffmegatron.model.parameter_shards import Shard, parameter_shards
 from diffmegatron.parallel.parallel_state import process_groups
 from tests.conftest import TINY
+from tests.transformer_engine import fp8_runs
 
 V2 = "model.attention.kind=diff_v2"
 DEX = (
@@ -121,7 +122,10 @@ def _move_norms(places: dict[str, tuple[torch.nn.Parameter, Shard]]) -> None:
 
 
 def main() -> None:
-    """Run every network of ``NETWORKS`` in fp32 and bf16, and write the results."""
+    """Run every network of ``NETWORKS`` in fp32 and bf16, and write the results.
+
+    Transformer Engine's layers also train in FP8.
+    """
     corpus, out = sys.argv[1:]
     file = Path(out).with_suffix(".yaml")
     file.write_text(TINY.format(run_dir="unused", corpus=corpus))
@@ -130,7 +134,10 @@ def main() -> None:
         for name, overrides in NETWORKS.items()
         for precision in ("fp32", "bf16")
     }
-    torch.save({"host": available_host(), "networks": networks}, out)
+    found = {"host": available_host(), "networks": networks}
+    if found["host"] == "transformer_engine":
+        found["fp8_refusal"] = fp8_runs.run_all(file, Path(out).parent)
+    torch.save(found, out)
 
 
 if __name__ == "__main__":

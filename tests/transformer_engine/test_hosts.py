@@ -6,6 +6,7 @@ whose layers are called local.
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,23 @@ from diffmegatron.training.trainer import train
 from tests.conftest import TINY
 from tests.parallel.matrix import (
     COMMON,
+    INTERLEAVED,
     LAYOUTS,
+    LEAN,
+    SEQUENCE,
+    SMALL,
     call,
+    context,
     gradient_difference,
     loss_difference,
     run_models,
+    series,
 )
 from tests.paths import ROOT
 from tests.ranks import launch
 from tests.transformer_engine import FOLDER, environment, python_files
+from tests.transformer_engine.fp8 import RECORDS, read_records
+from tests.transformer_engine.fp8_runs import LAYERS, RECIPES, SIZES, in_fp8
 from tests.transformer_engine.networks import BATCH, LENGTH, NETWORKS
 
 pytestmark = pytest.mark.skipif(
@@ -46,6 +55,19 @@ ROWS = (
 CHOSEN = [{layout.name: layout for layout in LAYOUTS if layout.ranks == 2}[name] for name in ROWS]
 each_layout = pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+# Runs in FP8 on two ranks, which are compared with bf16 runs of local layers in one process.
+BF16 = ("training.precision=bf16",)
+DEEP = (*BF16, "model.num_layers=4", "training.micro_batch_size=2")
+FP8_LAYOUTS = {
+    "fp8:tp2+sp+recompute": (*BF16, *SEQUENCE, *LEAN, in_fp8("tensorwise")),
+    "fp8:pp2-interleaved": (
+        *DEEP, *INTERLEAVED, in_fp8("tensorwise", first_layers_bf16=1, last_layers_bf16=2),
+    ),
+    "fp8:dp2": (*BF16, *SMALL, in_fp8("delayed"), "parallel.overlap_gradients=false"),
+    "fp8:cp2-ring": (
+        *BF16, *context(2, "ring"), in_fp8("mxfp8"), "parallel.overlap_gradients=false",
+    ),
+}  # fmt: skip
 HALF = ("optimizer.schedule.warmup_steps=1", "training.micro_batch_size=2", "training.steps=3")
 WHOLE = (*HALF, "training.steps=6")
 
@@ -63,15 +85,22 @@ def run(module: str, *arguments: object, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def networks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """Run ``networks.py`` with each host; return results by host, then (network, precision)."""
+def results(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
+    """Run ``networks.py`` with each host; return the folder of its runs, and results by host."""
     out = tmp_path_factory.mktemp("networks")
     worker = "tests.transformer_engine.networks"
     run(worker, corpus, out / "local.pt")
-    run(worker, corpus, out / "transformer_engine.pt", env=environment())
+    recording = environment() | {RECORDS: str(out)}
+    run(worker, corpus, out / "transformer_engine.pt", env=recording)
     found = {host: torch.load(out / f"{host}.pt", weights_only=False) for host in HOSTS}
     assert {host: each["host"] for host, each in found.items()} == {host: host for host in HOSTS}
-    return {host: each["networks"] for host, each in found.items()}
+    return out, found
+
+
+@pytest.fixture(scope="module")
+def networks(results: tuple[Path, dict[str, dict]]) -> dict[str, dict]:
+    """Return results by host, then (network, precision)."""
+    return {host: each["networks"] for host, each in results[1].items()}
 
 
 HOSTS = ("local", "transformer_engine")
@@ -154,6 +183,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         layout = ("parallel.tensor=2", "parallel.sequence_parallel=true")
         return [str(file), str(out), name, *COMMON, *overrides, *layout]
 
+    train_here("bf16 deep", *DEEP)
     train_here("local", *HALF)
     train_here("local", *WHOLE)
     train_here("then_other", *HALF)
@@ -163,7 +193,11 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(call(file, out, layout) for layout in CHOSEN),
         there("then_local", *HALF),
         there("then_other", *WHOLE),
-        environment=environment(),
+        *(
+            [str(file), str(out), name, *COMMON, *overrides]
+            for name, overrides in FP8_LAYOUTS.items()
+        ),
+        environment=environment() | {RECORDS: str(out)},
     )
     train_here("then_local", *WHOLE)
     return out
@@ -200,3 +234,93 @@ def test_a_transformer_engine_checkpoint_exports_in_both_hosts(environment_of, r
     options = {"env": environment_of()} if environment_of is environment else {}
     run("diffmegatron", "export", checkpoint, tmp_path / "hf", **options)
     assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+CURRENT, DELAYED = "Float8CurrentScaling", "TEDelayedScaling"
+CLASSES = dict(
+    zip(RECIPES, (CURRENT, DELAYED, "Float8BlockScaling", "MXFP8BlockScaling"), strict=True)
+)
+
+
+def in_fp8_steps(recipe: str, layers: Sequence[int], ranks: Sequence[int]) -> list[list[Any]]:
+    """Return the recorded contexts of layers in FP8."""
+    return [[CLASSES[recipe], layer, [*ranks]] for layer in layers]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_twenty_losses_in_fp8_are_those_of_bf16_within_a_percent(recipe, results):
+    expected, found = (series(results[0] / name, "train/loss") for name in ("bf16", recipe))
+    assert len(expected) == 20 and expected[-1] < 0.75 * expected[0]
+    assert found == pytest.approx(expected, rel=0.01)
+    assert found != expected
+
+
+def test_a_run_in_fp8_resumes_to_the_bit(results):
+    whole, resumed = (series(results[0] / name, "train/loss") for name in ("tensorwise", "resumed"))
+    assert resumed == whole[10:]
+
+
+def test_a_checkpoint_is_resumed_with_and_without_fp8(results):
+    out = results[0]
+    train(load_recipe(out / "local.yaml", [*SIZES, f"run_dir={out}/then bf16"]))
+    expected = series(out / "bf16", "train/loss")[10:]
+    for name in ("then bf16", "then fp8"):
+        assert series(out / name, "train/loss") == pytest.approx(expected, rel=0.01)
+
+
+def test_every_layer_of_every_microbatch_enters_the_context_of_its_recipe(results):
+    """Check recipe, layer and group of each context, also when layers are recomputed.
+
+    Evaluations enter no context. A layer outside FP8 has no recipe.
+    """
+    out, layers = results[0], range(LAYERS)
+    runs = read_records(out)
+    assert [recipe for recipe, _ in runs] == [*RECIPES, *4 * ["tensorwise"], "delayed"]
+    microbatches = 2 * 20
+    for recipe, contexts in runs[: len(RECIPES)]:
+        entered = [-1] if recipe == "delayed" else layers
+        assert contexts == microbatches * in_fp8_steps(recipe, entered, [0])
+    *_, (_, some), (_, recomputed), (_, delayed) = runs
+    first, last = ([None, layer, None] for layer in (0, LAYERS - 1))
+    forward = [first, *in_fp8_steps("tensorwise", layers[1:-1], [0]), last]
+    assert some == 2 * 3 * [*forward, *reversed(forward)]
+    assert recomputed == 2 * 3 * 2 * in_fp8_steps("tensorwise", layers, [0])
+    # Transformer Engine itself enters the context of a recomputed pass with delayed scaling.
+    assert delayed == 2 * 3 * in_fp8_steps("delayed", [-1], [0])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_recomputed_layers_in_fp8_have_the_same_losses(recipe, results):
+    expected = series(results[0] / recipe, "train/loss")[:3]
+    assert series(results[0] / f"{recipe}, recomputed", "train/loss") == expected
+
+
+def test_a_gpu_of_the_wrong_generation_is_refused(results):
+    refusal = results[1]["transformer_engine"]["fp8_refusal"]
+    assert refusal == (
+        "training.fp8.recipe 'mxfp8' cannot run on this GPU: Device compute capability 10.0 or "
+        "higher required."
+    )
+
+
+@pytest.mark.parametrize("name", FP8_LAYOUTS)
+def test_layouts_in_fp8_have_the_losses_of_bf16_within_a_percent(name, runs):
+    reference = runs / ("bf16 deep" if name == "fp8:pp2-interleaved" else "bf16")
+    assert loss_difference(runs / name, reference) < 0.01
+    assert series(runs / name, "train/loss") != series(reference, "train/loss")
+
+
+def test_layouts_enter_contexts_with_their_layers_and_groups(runs):
+    """Check the contexts of both ranks; layers are numbered over all pipeline stages."""
+    by_rank = [read_records(runs, rank) for rank in (0, 1)]
+    steps = 6
+    for rank, (sequence, pipeline, data, ring) in enumerate(by_rank):
+        both = [0, 1]
+        # Both layers are recomputed, one by one from the last.
+        assert sequence[1] == steps * in_fp8_steps("tensorwise", [0, 1, 1, 0], both)
+        # Virtual stages of a rank have the layers 0 and 2, or 1 and 3. The last two are in bf16.
+        fp8 = in_fp8_steps("tensorwise", [1], [rank]) if rank else [[None, 0, None]]
+        entered = [*fp8, [None, 2 + rank, None]]
+        assert sorted(pipeline[1], key=str) == sorted(2 * steps * entered, key=str)
+        assert data[1] == 2 * steps * in_fp8_steps("delayed", [-1], both)
+        assert ring[1] == steps * in_fp8_steps("mxfp8", [0, 1], both)

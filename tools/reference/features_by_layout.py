@@ -41,6 +41,7 @@ FEATURES = (
     "model.lora.rank=8",
     "data.reset_attention_mask=true",
     "training.precision=fp32",
+    "training.fp8.recipe=tensorwise",
     "training.z_loss=1e-4",
     "training.loss_chunk=1024",
     "training.offload_activations=true",

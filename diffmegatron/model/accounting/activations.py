@@ -8,6 +8,7 @@ from diffmegatron.attention.kernels.registry import BACKENDS, ContextCommunicati
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import choose_context_communication as chosen_communication
+from diffmegatron.config.fp8_products import fp8_layers
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING, INPUT_NORM, LORA_A, OUTPUT, stage_kinds
 from diffmegatron.config.trainable_patterns import is_trained
@@ -16,6 +17,7 @@ from diffmegatron.model.accounting.parameters import counted_kinds
 Device = Literal["gpu", "cpu"]
 # Bytes per element for each value of training.precision.
 BYTES = {"bf16": 2, "fp32": 4}
+FP8 = 1
 
 
 def stage_activations(recipe: Recipe, stage: int, microbatches: int, device: Device) -> int:
@@ -85,6 +87,9 @@ def layer_backward(recipe: Recipe, stage: int, device: Device) -> tuple[int, int
     states = 2 * ffn + model.hidden_size + (model.hidden_size / shards if shards > 1 else 0)
     weight = 2 * ffn * model.hidden_size if is_trained(recipe, "mlp.linear_fc1.weight") else 0
     projection = element * (tokens * states + weight), _swiglu_bytes(recipe, device)
+    if recipe.training.fp8 is not None:
+        # The gradient of fc1's output is quantized for two products.
+        projection = projection[0] + 2 * FP8 * tokens * 2 * ffn, projection[1]
     product = element * tokens * ffn
     freed_product = product if _keeps_input(recipe, "mlp.linear_fc2") else 0
     is_fused = device == "gpu"
@@ -220,12 +225,24 @@ def virtual_stage_bytes(recipe: Recipe, stage: int, device: Device) -> float:
     count = sum(count for _, count in kinds)
     layers = count // recipe.parallel.virtual_pipeline
     whole = sum(count * _layer_bytes(recipe, device, kind) for kind, count in kinds) / count
+    whole -= _fp8_savings(recipe, stage)
     entrance = hidden_states_bytes(recipe)
     if recompute.granularity != "full":
         return layers * whole
     if recompute.method == "uniform":
         return -(-layers // recompute.layers) * entrance
     return recompute.layers * entrance + (layers - recompute.layers) * whole
+
+
+def _fp8_savings(recipe: Recipe, stage: int) -> float:
+    """Return the bytes by which FP8 inputs of products are smaller, in a stage's average layer."""
+    kinds, tensor = stage_kinds(recipe, stage), recipe.parallel.tensor
+    count = sum(count for _, count in kinds)
+    channels = 2 * recipe.model.hidden_size / _sequence_shards(recipe)
+    channels += recipe.model.ffn_hidden_size / tensor
+    channels += sum(n * kind.heads.output_channels for kind, n in kinds) / count / tensor
+    saved = (BYTES[recipe.training.precision] - FP8) * channels * local_tokens(recipe)
+    return saved * fp8_layers(recipe, stage) / count
 
 
 def _restored_bytes(recipe: Recipe, device: Device) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from diffmegatron.config.fp8_products import fp8_matrices
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import (
     layer_tensors,
@@ -17,6 +18,8 @@ from diffmegatron.model.accounting.zero_3 import count_gathers
 # DeepSpeed's reduce_bucket_size: number of elements of the bucket in which ZeRO reduces gradients.
 REDUCE_BUCKET = 50_000_000
 FLOAT64 = 8
+# Transformer Engine keeps FP8 copies of a matrix for the products of both passes.
+FP8_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class StageMemory:
     """Memory of each rank of a pipeline stage, in bytes.
 
     Attributes:
-        weights, gradients: only this rank's partition if ZeRO partitions them.
+        weights, gradients: only this rank's partition if ZeRO partitions them. Weights include
+            their copies in FP8.
         optimizer: this rank's partition of the float32 master weights and of Adam's moments or
             Muon's momentum.
         communication: DeepSpeed's buffers that exist for the whole step.
@@ -144,6 +148,7 @@ def _states(
     trained = sum(trained_parameters(recipe, stage))
     largest = largest_trained(recipe, stage)
     weights, gradients = element * low + FLOAT32 * high, FLOAT32 * trained
+    weights += round(FP8_COPIES * fp8_matrices(recipe, stage))
     partition = trained // shards
     # AdamW has two moments beside the master weights, and Muon one.
     by_muon = muon.muon_elements(recipe, stage)

@@ -99,6 +99,10 @@ def forward_backward(
         losses = _pipeline(engine.network, microbatches, parallel_state, weight, offloaded, observe)
     else:
         losses = []
+        # With FP8, the layers then quantize their updated weights again, as Megatron's pipeline
+        # schedules let them do in each step.
+        for stage in engine.network.virtual_stages:
+            stage.set_is_first_microbatch()
         for number, batch in enumerate(microbatches, 1):
             with offloaded():
                 loss = summed_loss(engine, batch, observe)

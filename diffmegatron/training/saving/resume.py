@@ -60,6 +60,7 @@ def starting_checkpoint(
     warnings = (
         learning_rate_rise(checkpoint.recipe, recipe, step),
         lost_moments(checkpoint.recipe, recipe),
+        lost_scales(recipe),
     )
     for warning in warnings:
         if warning is not None and parallel_state.is_main:
@@ -74,6 +75,16 @@ def lost_moments(before: Recipe, now: Recipe) -> str | None:
     return (
         "the run was trained by AdamW and resumes with Muon: the first moments of the layers' "
         "matrices become Muon's momentum, and their second moments are lost"
+    )
+
+
+def lost_scales(now: Recipe) -> str | None:
+    """Return a warning if a resumed run has delayed scaling of FP8."""
+    if now.training.fp8 is None or now.training.fp8.recipe != "delayed":
+        return None
+    return (
+        "checkpoints do not have the scales of training.fp8.recipe 'delayed': they begin at 1, and "
+        "the first microbatch loses small gradients in FP8"
     )
 
 
