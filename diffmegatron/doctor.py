@@ -89,7 +89,13 @@ def examine() -> Report:
         sections={
             "installed": (DoctorRow("Python", platform.python_version()), *_packages(packages)),
             "hardware": (DoctorRow("CPU", f"{os.cpu_count()} cores"), *_gpus()),
-            "choices": (layers, _communication(), *_attention_choices(), *_measured()),
+            "choices": (
+                layers,
+                *(_fp8() if layers.value == "transformer_engine" else ()),
+                _communication(),
+                *_attention_choices(),
+                *_measured(),
+            ),
             "data": (tokenizer,),
             "launch": tuple(_launch()),
         },
@@ -184,6 +190,20 @@ def _unusable_transformer_engine(
     reason = f"transformer-engine cannot be imported ({type(error).__name__}: {error})"
     problem = f"{reason}, so {consequence}; install a build of it for torch {torch.__version__}."
     return DoctorRow("layers", host, reason), (problem,)
+
+
+def _fp8() -> Iterator[DoctorRow]:
+    """Yield the recipes of ``training.fp8`` that this GPU can train with, and why not the others.
+
+    The layers must be Transformer Engine's.
+    """
+    from diffmegatron.config.fp8_products import FP8_MULTIPLES
+    from diffmegatron.model.layers.fp8 import fp8_problem
+
+    problems = {name: fp8_problem(name) for name in FP8_MULTIPLES}
+    yield DoctorRow("FP8", ", ".join(name for name in problems if not problems[name]) or "none")
+    for problem in filter(None, problems.values()):
+        yield DoctorRow("", "", problem)
 
 
 def _communication() -> DoctorRow:

@@ -23,6 +23,7 @@ from diffmegatron.data.index.corpus_manifest import check_sizes, read_corpus_man
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters
+from diffmegatron.model.layers.fp8 import fp8_problem
 from diffmegatron.operations.device_bits import UNSTEADY, computed_bits, device_name
 from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.default_group import default_group
@@ -196,6 +197,9 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
             values["memory_free"] = free / total
+        for fp8 in [recipe.training.fp8 for recipe in recipes if recipe.training.fp8 is not None]:
+            if (unfit := fp8_problem(fp8.recipe)) is not None:
+                raise UserError(unfit)
         values["product_seconds"] = _product_seconds()
         values["device"] = device_name(device)
         values["bits"] = computed_bits(recipes, device)
