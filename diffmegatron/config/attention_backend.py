@@ -15,7 +15,7 @@ from diffmegatron.attention.kernels.registry import (
     needed_features,
     why_not,
 )
-from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.kind import AttentionKind, window_in
 from diffmegatron.attention.kinds.layer import HEAD_NORM
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
@@ -43,6 +43,7 @@ def attention_call(
     """
     needs = needed_features(
         documents=bool(recipe.data.reset_attention_mask),
+        windows=window_in(kind, recipe.training.seq_length) is not None,
         context=recipe.parallel.context,
         communication=choose_context_communication(recipe),
     )
@@ -81,6 +82,7 @@ def attention_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShape:
         noise_heads=sizes.noise_heads // shards,
         kv_heads=sizes.kv_heads // shards,
         features=tuple(sorted(call.needs)),
+        window=window_in(kind, training.seq_length),
         has_norm=has_norm and kind.operation == "differential",
         is_deterministic=training.deterministic,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.attention.kinds import LayerKinds
+from diffmegatron.attention.kinds.layer_kinds import without_windows
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -133,7 +134,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     The networks and tokenizers must be equal, except that ``now`` may:
 
     - add LoRA,
-    - change the keys in ``_FREE`` and the ``free_keys`` of its attention,
+    - change the keys in ``_FREE``, the windows and the ``free_keys`` of its attention,
     - have a kind of attention whose ``foundation`` has the kind of ``before``.
     """
     attention = now.model.attention
@@ -142,9 +143,12 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
         attention = LayerKinds(kinds=(foundation.kind,))
     was, is_now = (
         model_keys(recipe.model, of) | {"data.tokenizer": recipe.data.tokenizer}
-        for recipe, of in ((before, before.model.attention), (now, attention))
+        for recipe, of in (
+            (before, without_windows(before.model.attention)),
+            (now, without_windows(attention)),
+        )
     )
-    free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
+    free = _FREE | {f"model.attention.{key}" for key in without_windows(attention).free_keys}
     if is_same_tokenizer(was["data.tokenizer"], is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     for key, value in is_now.items():

@@ -31,6 +31,7 @@ class KernelShape(Section):
         noise_heads: query heads of the second map, or noise heads; 0 with one map.
         kv_heads: key-value heads on this rank.
         features: sorted keys of ``registry.FEATURES`` that the layout needs.
+        window: number of keys that a query sees, of the feature "windows"; None without it.
         has_norm: whether the call has a headwise norm.
         is_deterministic: whether gradients must be summed in a fixed order.
     """
@@ -45,8 +46,26 @@ class KernelShape(Section):
     noise_heads: SizeOrZero = 0
     kv_heads: SizeOrZero = 0
     features: tuple[str, ...] = ()
+    window: Size | None = None
     has_norm: bool = False
     is_deterministic: bool = False
+
+    @property
+    def visible_pairs(self) -> float:
+        """Number of (query, key) pairs of a call with a causal mask.
+
+        The last query sees all keys except those that a window hides.
+        """
+        length, keys = self.length, self.keys
+        if "chunks" in self.features:  # A measured ring has one rank, with two chunks.
+            length, keys = 2 * length, 2 * keys
+        window = self.window or keys
+
+        def of_first(queries: int) -> float:
+            most = min(queries, window)
+            return most * (queries - (most - 1) / 2)
+
+        return self.batch * (of_first(keys) - of_first(keys - length))
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:

@@ -136,7 +136,8 @@ class Rates:
             return []
         wanted = attention_shape(recipe, kind)
         similar = [each for each in self.measurements.kernels if _is_similar(each.shape, wanted)]
-        return sorted(similar, key=lambda each: abs(math.log(_pairs(each.shape) / _pairs(wanted))))
+        pairs = wanted.visible_pairs
+        return sorted(similar, key=lambda each: abs(math.log(each.shape.visible_pairs / pairs)))
 
 
 @dataclass(frozen=True)
@@ -304,19 +305,12 @@ def _is_similar(one: KernelShape, other: KernelShape) -> bool:
     return same and (one.signal_heads * other.noise_heads == other.signal_heads * one.noise_heads)
 
 
-def _pairs(shape: KernelShape) -> float:
-    """Return the visible (query, key) pairs of a causal call whose last query sees all keys."""
-    length, keys = shape.length, shape.keys
-    if "chunks" in shape.features:  # A measured ring has one rank, with two chunks.
-        length, keys = 2 * length, 2 * keys
-    return shape.batch * length * (keys - (length - 1) / 2)
-
-
 def _flops(kind: AttentionKind, backend: str, shape: KernelShape) -> tuple[float, float]:
     """Return the FLOPs of a measured call of a backend: forward and backward."""
     work = costs_of(kind).work(backend, deterministic=shape.is_deterministic)
     share = shape.signal_heads / costs_of(kind).kernel_sizes(element=0, keys=0).signal_heads
     if BACKENDS[kind.operation][backend].computes_hidden_pairs:
         share *= 2
-    forward, backward = (2 * each * share * _pairs(shape) for each in work)
+        shape = shape.model_copy(update={"window": None})
+    forward, backward = (2 * each * share * shape.visible_pairs for each in work)
     return forward, backward

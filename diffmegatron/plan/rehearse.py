@@ -32,6 +32,8 @@ _MAX_LAYERS = 128
 MAX_RATIO = 16
 STEPS = 2
 _HEAD_DIM = 8
+# Windows of the small network in tokens. They cut all sequences and, by a ring, their chunks.
+_WINDOW = 11
 TIMEOUT_SECONDS = 900
 # Number of ids of the `bytes` tokenizer, with padding.
 VOCABULARY = 320
@@ -182,7 +184,7 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
             f"{layers} layers, and a rehearsal builds {_MAX_LAYERS} at most; give fewer stages"
         )
     fewer = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": _HEAD_DIM}
-    small = attention.resized(layers, fewer)
+    small = attention.resized(layers, fewer, window=_WINDOW)
     hidden = small.kinds[0].heads.output_channels
     ratio = min(MAX_RATIO, model.ffn_hidden_size / model.hidden_size)
     ffn = max(1, round(hidden * ratio / tensor)) * tensor

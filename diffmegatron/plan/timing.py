@@ -171,32 +171,33 @@ def _compute(recipe: Recipe, hardware: Hardware) -> Compute:
     matmul += 2 * tokens * _vocabulary(recipe) * output_passes
     matmul -= 2 * tokens * frozen_matrices(recipe) / parallel.pipeline
     once, backward = _attention_work(recipe, hardware)
-    pair = 2 * tokens * layers * training.seq_length / 2 / gpu.peak_flops
-    attention = pair * (attention_passes(recipe) * once + backward)
+    attention_flops = 2 * tokens * layers / gpu.peak_flops
+    attention = attention_flops * (attention_passes(recipe) * once + backward)
     elementwise = elementwise_bytes(recipe) / (rates.memory * gpu.memory_bandwidth)
     total = matmul / (rates.matmul * gpu.peak_flops) + attention + elementwise
     weights = layers * layer_weights + _vocabulary(recipe)
     forward = 2 * tokens * weights / (rates.matmul * gpu.peak_flops)
-    forward += pair * once + elementwise / (passes + 1)
+    forward += attention_flops * once + elementwise / (passes + 1)
     return Compute(total, total - forward, attention)
 
 
 def _attention_work(recipe: Recipe, hardware: Hardware) -> tuple[float, float]:
-    """Return (forward, backward) multiply-adds per visible pair of query and key, over their rates.
+    """Return (forward, backward) multiply-adds per token, divided by the rates of the kernels.
 
-    Both are summed over the heads of a layer, and averaged over the layers. A causal mask hides
-    about half of all pairs, so a backend that also computes hidden pairs needs twice as many.
+    Both are summed over the visible keys and the heads of a layer, and averaged over the layers.
+    Some backends also compute hidden keys.
     """
     forward = backward = 0.0
     for kind, count in counted_kinds(recipe.model):
         name = planned_backend(recipe, kind)
         rates = hardware.rates.of_attention(recipe, kind, name, hardware.gpu)
-        share = count / recipe.model.num_layers
-        if BACKENDS[kind.operation][name].computes_hidden_pairs:
-            share *= 2
-        once, back = costs_of(kind).work(name, deterministic=recipe.training.deterministic)
-        forward += share * once / rates.forward
-        backward += share * back / rates.backward
+        costs, keys = costs_of(kind), float(recipe.training.seq_length)
+        if not BACKENDS[kind.operation][name].computes_hidden_pairs:
+            keys = costs.visible_keys(recipe.training.seq_length)
+        keys *= count / recipe.model.num_layers
+        once, back = costs.work(name, deterministic=recipe.training.deterministic)
+        forward += keys * once / rates.forward
+        backward += keys * back / rates.backward
     return forward, backward
 
 

@@ -6,8 +6,10 @@ sends n * (k - 1) / k bytes per rank, and an all-reduce twice as many.
 
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from diffmegatron.attention.kinds.kind import reads_hidden
+from diffmegatron.attention.context_parallel.chunk_numbers import chunks_before, seen_chunks
+from diffmegatron.attention.kinds.kind import AttentionKind, reads_hidden, window_in
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.tensors import EMBEDDING
 from diffmegatron.config.trainable_patterns import is_trained
@@ -105,7 +107,10 @@ def stage_collectives(recipe: Recipe, world_size: int, stage: int) -> Traffic:
     communication, passes = context_communication(recipe), attention_passes(recipe)
     context = 0.0
     if communication == "ring":
-        context = layers * (passes * (parallel.context - 1) + 2 * parallel.context - 1)
+        for kind, count in counted_kinds(model):
+            ring = _ring_messages(recipe, kind)
+            each = passes * ring.exchanges + ring.backward_exchanges
+            context += count / parallel.pipeline * each
     elif communication is not None:
         # Ulysses has two collectives per forward pass: one of q, k and v, and one of the outputs.
         # All-gather has one, of k and v. A backward pass has as many as a forward pass.
@@ -227,10 +232,48 @@ def _context(recipe: Recipe) -> float:
         else:
             forward = backward = element * pair * (size - 1)
             if communication == "ring":
-                # Float32 gradients of keys and values take one step more than keys and values.
-                backward += FLOAT32 * pair * size
+                ring = _ring_messages(recipe, kind)
+                forward = backward = element * pair * ring.shards
+                backward += FLOAT32 * pair * ring.gradient_shards
         total += count * (attention_passes(recipe) * forward + backward)
     return total / parallel.pipeline
+
+
+class _RingMessages(NamedTuple):
+    """What the rank of a ring that sends most sends in a layer for one microbatch.
+
+    Attributes:
+        shards: shards of keys and values that a pass sends.
+        gradient_shards: shards of float32 gradients that a backward pass sends.
+        exchanges, backward_exchanges: calls that send or receive, in a forward and a backward pass.
+    """
+
+    shards: float
+    gradient_shards: float
+    exchanges: int
+    backward_exchanges: int
+
+
+def _ring_messages(recipe: Recipe, kind: AttentionKind) -> _RingMessages:
+    size, length = recipe.parallel.context, recipe.training.seq_length
+    window = window_in(kind, length)
+    if window is None:
+        # Gradients of keys and values take one step more than keys and values.
+        return _RingMessages(size - 1, size, size - 1, 2 * size - 1)
+    before = chunks_before(window, length // (2 * size), size)
+    of_ranks = []
+    for rank in range(size):
+        hops = [
+            (
+                len(seen_chunks(rank, (rank + hop) % size, size, before)),
+                len(seen_chunks((rank - hop) % size, rank, size, before)),
+            )
+            for hop in range(1, size)
+        ]
+        leaving, arriving = (sum(each) / 2 for each in zip(*hops, strict=True))
+        calls = sum(any(each) for each in hops)
+        of_ranks.append(_RingMessages(leaving, arriving, calls, 2 * calls))
+    return max(of_ranks, key=lambda each: (each.shards + each.gradient_shards, each.exchanges))
 
 
 def _pipeline(recipe: Recipe, stage: int) -> float:

@@ -106,10 +106,17 @@ def _calls(recipe: Recipe, shape: KernelShape) -> float:
     """Return how many times the work of a trial a layer does per microbatch on one rank.
 
     With 2 P chunks of a sequence on P ranks, a rank's two chunks see 2 P + 1 chunks of keys. The
-    trial of a ring sees three, and that of gathered keys 2 P.
+    trial of a ring sees three, and that of gathered keys 2 P. With a window, their visible pairs
+    are compared.
     """
     chunks = 2 * recipe.parallel.context
     rows = recipe.training.micro_batch_size / shape.batch if "offsets" in shape.features else 1.0
+    is_shared = "chunks" in shape.features or shape.keys > shape.length
+    if is_shared and shape.window is not None:
+        tokens = {"length": recipe.training.seq_length, "keys": recipe.training.seq_length}
+        sequences = shape.model_copy(update=tokens | {"features": ()})
+        of_rank = sequences.visible_pairs / recipe.parallel.context
+        return rows * of_rank / shape.visible_pairs
     if "chunks" in shape.features:
         return rows * (chunks + 1) / 3
     return rows * (chunks + 1) / chunks if shape.keys > shape.length else rows

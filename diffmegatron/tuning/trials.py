@@ -53,7 +53,8 @@ class Trial:
             return subtract_noise(inputs["heads"], inputs["lambdas"], backend=backend)
         if self._is_ring:
             attend: Callable[..., Tensor] = partial(ring_attention, cast(Any, _OneRank()), backend)
-            return attend(*_heads(inputs), cu_seqlens=self._boundaries(), **_differential(inputs))
+            masks = {"cu_seqlens": self._boundaries(), "window": self.shape.window}
+            return attend(*_heads(inputs), **masks, **_differential(inputs))
         return self._attend(inputs, backend, self.shape.keys - self.shape.length)
 
     def blocks(self, inputs: Inputs, most_rows: int) -> Iterator[tuple[slice, Tensor]]:
@@ -95,8 +96,12 @@ class Trial:
         shape = self.shape
         has_two_maps = shape.operation == "differential"
         attend: Callable[..., Tensor] = diff_attention if has_two_maps else softmax_attention
-        options = {"cu_seqlens": self._boundaries(), "query_offset": offset, "backend": backend}
-        return attend(*_heads(inputs), **options, **_differential(inputs))
+        masks = {
+            "cu_seqlens": self._boundaries(),
+            "query_offset": offset,
+            "window": shape.window,
+        }
+        return attend(*_heads(inputs), **masks, backend=backend, **_differential(inputs))
 
     def _boundaries(self) -> Tensor | None:
         return None if self.documents is None else torch.tensor(self.documents)

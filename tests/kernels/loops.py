@@ -18,11 +18,18 @@ def softmax_row(q: Tensor, k: Tensor, visible: list[int], scale: float) -> Tenso
 
 
 def visible_keys(
-    query: int, keys: int, causal: bool, query_offset: int, key_offset: int, bounds: list[int]
+    query: int,
+    keys: int,
+    causal: bool,
+    query_offset: int,
+    key_offset: int,
+    bounds: list[int],
+    window: int | None = None,
 ) -> list[int]:
     """Return the indices of the keys that a query may attend to.
 
-    A new document begins at each position in `bounds`.
+    A new document begins at each position in `bounds`. With a window, a query sees only its own
+    position and the `window - 1` positions before it.
     """
 
     def document(position: int) -> int:
@@ -33,6 +40,7 @@ def visible_keys(
         key
         for key in range(keys)
         if (not causal or key + key_offset <= position)
+        and (window is None or position - (key + key_offset) < window)
         and document(key + key_offset) == document(position)
     ]
 
@@ -50,6 +58,7 @@ def loop_diff_attention(
     query_offset: int | None = None,
     key_offset: int = 0,
     bounds: tuple[int, ...] = (),
+    window: int | None = None,
 ) -> Tensor:
     batch, rows, heads, width = q1.shape
     keys, kv_heads = k1.shape[1:3]
@@ -60,7 +69,9 @@ def loop_diff_attention(
     out = []
     for b in range(batch):
         for row in range(rows):
-            visible = visible_keys(row, keys, causal, query_offset, key_offset, list(bounds))
+            visible = visible_keys(
+                row, keys, causal, query_offset, key_offset, list(bounds), window
+            )
             for head in range(heads):
                 kv = head // (heads // kv_heads)
                 first = softmax_row(q1[b, row, head], k1[b, :, kv], visible, scale)

@@ -122,6 +122,58 @@ def test_offsets_and_documents_equal_loops(backend, causal, options):
     assert_equal_to_loops(inputs, 1e-12, backend=backend, causal=causal, **options)
 
 
+WINDOWS = {
+    "one key": {"window": 1},
+    "three keys": {"window": 3},
+    "all keys but one": {"window": 8},
+    "chunk": {"window": 4, "query_offset": 5, "key_offset": 0},
+    "no visible key": {"window": 4, "query_offset": 12, "key_offset": 0},
+    "documents": {"window": 3, "cu_seqlens": torch.tensor([0, 1, 5, 9])},
+    "document chunk": {
+        "window": 5,
+        "cu_seqlens": torch.tensor([0, 4, 12, 30]),
+        "query_offset": 7,
+        "key_offset": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", WINDOWS.values(), ids=WINDOWS)
+def test_windows_equal_loops(backend, options):
+    inputs = make_inputs(batch=2, rows=9, heads=4, noise_heads=2, kv_heads=2, width=3)
+    assert_equal_to_loops(inputs, 1e-12, backend=backend, **options)
+
+
+@pytest.mark.parametrize("window", [1, 7, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 5])
+def test_windows_over_several_row_blocks_equal_the_reference(window):
+    inputs = make_inputs(rows=2 * ROWS_PER_BLOCK + 3, heads=2, noise_heads=1, width=4)
+    (out, grads), (expected, expected_grads) = (
+        value_and_grads(
+            lambda *x, name=name: diff_attention(*x, window=window, backend=name), inputs
+        )
+        for name in ("blocked", "reference")
+    )
+    assert relative_error(out, expected) < 1e-12
+    for actual, wanted in zip(grads, expected_grads, strict=True):
+        assert relative_error(actual, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [(9, {}), (10**9, {}), (5, {"cu_seqlens": torch.tensor([0, 4, 9])})],
+    ids=["sequence", "longer", "longest document"],
+)
+def test_a_window_that_hides_no_key_changes_no_bit(window, options):
+    inputs = make_inputs(rows=9, dtype=torch.float32)
+    (out, grads), (plain, plain_grads) = (
+        value_and_grads(lambda *x, given=given: diff_attention(*x, **given), inputs)
+        for given in (options | {"window": window}, options)
+    )
+    assert torch.equal(out, plain)
+    assert all(map(torch.equal, grads, plain_grads))
+
+
 def test_documents_longer_than_a_row_block_equal_each_document_alone():
     lengths = (ROWS_PER_BLOCK + 9, 3, ROWS_PER_BLOCK - 5)
     inputs = make_inputs(rows=sum(lengths), width=4)
@@ -147,6 +199,7 @@ MUTATIONS = {
     "maps swapped": lambda q1, k1, q2, k2, v, lam: diff_attention(q2, k2, q1, k1, v, lam),
     "mask dropped": lambda *x: diff_attention(*x, causal=False),
     "mask off by one": lambda *x: diff_attention(*x, query_offset=1),
+    "window": lambda *x: diff_attention(*x, window=6),
     "heads tiled over kv heads": lambda q1, k1, q2, k2, v, lam: diff_attention(
         q1, *(x[:, :, [0, 1, 0, 1]] if x.shape[2] == 2 else x for x in (k1, q2, k2, v)), lam
     ),

@@ -39,6 +39,11 @@ CASES = {
     "s > t": ({"rows": 9, "keys": 4}, {}),
     "documents": ({"batch": 2, "rows": 9}, {"cu_seqlens": torch.tensor([0, 1, 5, 9])}),
 }
+WINDOWS = {
+    "window": ({"batch": 2, "rows": 9, "heads": 4, "kv_heads": 2}, {"window": 3}),
+    "window, s < t": ({"rows": 4, "keys": 9}, {"window": 5}),
+    "window, documents": ({"rows": 9}, {"window": 2, "cu_seqlens": torch.tensor([0, 1, 5, 9])}),
+}
 OFFSETS = {
     "later keys": ({"rows": 9}, {"query_offset": 2, "key_offset": 5}),
     "document chunk": (
@@ -46,6 +51,16 @@ OFFSETS = {
         {"cu_seqlens": torch.tensor([0, 4, 30]), "query_offset": 6, "key_offset": 3},
     ),
 }
+
+
+def cases_of(*backends):
+    """Return parameters (backend, shape, options) of all cases that a backend supports."""
+    return [
+        pytest.param(name, *case, id=f"{name}, {words}")
+        for name in backends
+        for words, case in (CASES | WINDOWS).items()
+        if words in CASES or "windows" not in (DIFFERENTIAL | SOFTMAX)[name].lacks
+    ]
 
 
 def assert_equals_reference(compute, inputs, options):
@@ -73,7 +88,11 @@ def test_sdpa_4call(shape, options):
         assert relative_error(actual, grad) < 1e-11
 
 
-@pytest.mark.parametrize(("shape", "options"), (CASES | OFFSETS).values(), ids=CASES | OFFSETS)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    (CASES | OFFSETS | WINDOWS).values(),
+    ids=CASES | OFFSETS | WINDOWS,
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_uncompiled(shape, options):
     # FlexAttention has no backward on the CPU.
@@ -92,6 +111,8 @@ def test_flex_uncompiled(shape, options):
         (300, 300, {"causal": False}),
         (512, 512, {"cu_seqlens": torch.tensor([0, 1, 129, 300, 512])}),
         (512, 512, {"causal": False, "cu_seqlens": torch.tensor([0, 1, 128, 300, 512])}),
+        (700, 700, {"window": 256}),
+        (512, 512, {"window": 100, "cu_seqlens": torch.tensor([0, 1, 128, 300, 512])}),
         (256, 300, {"query_offset": 0, "key_offset": 60}),
         (256, 300, {"query_offset": 0, "key_offset": 600}),
         (256, 300, {"cu_seqlens": torch.tensor([0, 300, 600]), "query_offset": 300}),
@@ -201,9 +222,21 @@ def test_flex_blocks_fit_shared_memory_and_registers_by_estimate(head_dim, dtype
     assert decoding == {name: x for name, x in options.items() if name.startswith("bwd_")}
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False):
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    deterministic=False,
+):
+    before, after = window_size
+    assert after == (0 if before >= 0 else -1)
+    options = {"causal": causal or after == 0, "window": before + 1 if before >= 0 else None}
     zero = torch.zeros((), dtype=q.dtype)
-    return loop_diff_attention(q, k, q, k, v, zero, causal=causal, scale=softmax_scale)
+    return loop_diff_attention(q, k, q, k, v, zero, scale=softmax_scale, **options)
 
 
 def flash_attn_varlen_func(
@@ -217,6 +250,7 @@ def flash_attn_varlen_func(
     dropout_p=0.0,
     softmax_scale=None,
     causal=False,
+    window_size=(-1, -1),
     deterministic=False,
 ):
     bounds = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
@@ -227,14 +261,8 @@ def flash_attn_varlen_func(
         *(x.split(each.diff().tolist()) for x, each in zip((q, k, v), bounds, strict=True)),
         strict=True,
     )
-    return torch.cat(
-        [
-            flash_attn_func(*(x[None] for x in piece), softmax_scale=softmax_scale, causal=causal)[
-                0
-            ]
-            for piece in pieces
-        ]
-    )
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+    return torch.cat([flash_attn_func(*(x[None] for x in piece), **options)[0] for piece in pieces])
 
 
 @pytest.fixture
@@ -273,8 +301,10 @@ def varlen_attn(
     assert query.shape[-1] == value.shape[-1]
     assert enable_gqa or query.shape[1] == key.shape[1]
     bounds = cu_seq_q, cu_seq_k, max_q, max_k
-    causal = {(-1, -1): False, (-1, 0): True}[window_size]
-    return flash_attn_varlen_func(query, key, value, *bounds, softmax_scale=scale, causal=causal)
+    options = {"window_size": window_size}
+    if window_size[0] == -1:
+        options = {"causal": {-1: False, 0: True}[window_size[1]]}
+    return flash_attn_varlen_func(query, key, value, *bounds, softmax_scale=scale, **options)
 
 
 @pytest.fixture
@@ -288,8 +318,7 @@ def torch_flash(monkeypatch):
     varlen.use_flash_attention(None)
 
 
-@pytest.mark.parametrize("backend", ["varlen", "varlen_fa3"])
-@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("backend", "shape", "options"), cases_of("varlen", "varlen_fa3"))
 def test_varlen(torch_flash, monkeypatch, backend, shape, options):
     bounds = []
 
@@ -329,14 +358,16 @@ def test_varlen_uses_the_same_implementation_in_both_passes(torch_flash, monkeyp
     assert used == ["FA3", None, "FA4", None, "FA3"]
 
 
-@pytest.mark.parametrize("backend", ["flash_2call", "flash_4call", "flash4_2call"])
-@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("backend", "shape", "options"), cases_of("flash_2call", "flash_4call", "flash4_2call")
+)
 def test_flash(stand_in, backend, shape, options):
     assert_equals_reference(DIFFERENTIAL[backend].function(), make_inputs(**shape), options)
 
 
-@pytest.mark.parametrize("backend", ["flash_attn", "flash4", "varlen_fa4", "flex"])
-@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("backend", "shape", "options"), cases_of("flash_attn", "flash4", "varlen_fa4", "flex")
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_one_map_of_each_library_equals_the_reference(
     stand_in, torch_flash, backend, shape, options
@@ -352,9 +383,10 @@ def test_one_map_of_each_library_equals_the_reference(
 def test_flash_4call_splits_values_to_the_width_of_queries(stand_in):
     widths = []
 
-    def spy(q, k, v, *args, softmax_scale=None, causal=False, deterministic=False):
+    @wraps(flash_attn_func)
+    def spy(q, k, v, **options):
         widths.append((q.shape[-1], v.shape[-1]))
-        return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
+        return flash_attn_func(q, k, v, **options)
 
     stand_in.flash_attn_func = spy
     assert_equals_reference(flash.attend_in_four_calls, make_inputs(width=4), {})
@@ -366,7 +398,10 @@ def test_flash_4call_splits_values_to_the_width_of_queries(stand_in):
 
 def test_an_old_flash_attn_is_refused_by_its_signature(stand_in):
     stand_in.flash_attn_func = lambda q, k, v, softmax_scale=None, causal=False: q
-    message = r"flash_attn 1\.0\.9 has no flash_attn_func with deterministic; it must be .* 2\.4"
+    message = (
+        r"flash_attn 1\.0\.9 has no flash_attn_func with deterministic, window_size; it must be .* "
+        r"2\.4"
+    )
     inputs = make_inputs()
     with pytest.raises(ValueError, match=message):
         flash.attend_in_four_calls(AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5]))

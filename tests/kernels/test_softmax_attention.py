@@ -17,11 +17,14 @@ from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error
         ({"rows": 9, "keys": 4}, {}),
         ({"rows": 9}, {"query_offset": 2, "key_offset": 5}),
         ({"rows": 9}, {"cu_seqlens": torch.tensor([0, 2, 5, 9])}),
+        ({"rows": 5, "keys": 12}, {"window": 4}),
     ],
-    ids=["square", "s < t", "decoding", "s > t", "offsets", "documents"],
+    ids=["square", "s < t", "decoding", "s > t", "offsets", "documents", "window"],
 )
 @pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
 def test_equals_loops(backend, causal, shape, options):
+    if "window" in options and not causal:
+        pytest.skip("a window needs a causal mask")
     q, k, _, _, v, _ = make_inputs(batch=2, heads=4, kv_heads=2, **shape)
     v = v[..., : q.shape[-1]].detach().requires_grad_()
     out = softmax_attention(q, k, v, causal=causal, backend=backend, **options)

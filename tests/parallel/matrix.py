@@ -80,6 +80,14 @@ PATTERN = (
     "model.attention=[{kind: diff_v1, num_heads: 2, layers: 3-4}, {kind: diff_v2, num_heads: 4, "
     "num_kv_heads: 2, layers: 1}, {kind: softmax, num_heads: 4, num_kv_heads: 2}]",
 )
+# Four context-parallel ranks have chunks of 16 tokens. The window of 50 covers some of them
+# completely and is longer than a document, and no chunk sees all earlier ones.
+WINDOWS = (
+    "model.num_layers=4",
+    "model.attention=[{kind: diff_v1, num_heads: 2, window: 20, layers: 1}, {kind: diff_v2, "
+    "num_heads: 4, num_kv_heads: 2, window: 50, layers: 3-4}, {kind: softmax, num_heads: 4, "
+    "num_kv_heads: 2}]",
+)
 MUON = ("optimizer.kind=muon",)
 # In models with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
@@ -118,6 +126,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "dex": DEX_2,
     "dex-deep": (*DEX_4, *DEEP),
     "pattern": (*PATTERN, *TWO),
+    "windows": (*WINDOWS, *TWO),
+    "windows-documents": (*WINDOWS, *DOCUMENTS, *TWO),
     "muon": (*MUON, "model.tied_embeddings=true"),
     "muon-v2": (
         *MUON,
@@ -230,6 +240,15 @@ LAYOUTS = tuple(
         ("pattern", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),
         ("pattern", 2, "PP2 interleaved", INTERLEAVED),
         ("pattern", 2, "CP2 ring", context(2, "ring")),
+        ("windows", 2, "PP2 interleaved", INTERLEAVED),
+        ("windows", 2, "CP2 Ulysses", context(2, "ulysses")),
+        ("windows-documents", 2, "CP2 all-gather", context(2, "all_gather")),
+        ("windows-documents", 4, "CP4 ring", context(4, "ring")),
+        ("windows", 4, "CP4 ring", context(4, "ring")),
+        ("windows", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 3",
+         (*SEQUENCE, *ZERO3, *context(2, "ring"))),
+        ("windows", 8, "TP2 x PP2 x CP2 all-gather",
+         (*TENSOR, *PIPELINE, *context(2, "all_gather"))),
         ("muon", 2, "TP2", TENSOR),
         ("muon", 2, "DP2 ZeRO 1", SMALL),
         ("muon", 2, "DP2 ZeRO 3", (*ZERO3, *SMALL)),

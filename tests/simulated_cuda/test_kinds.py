@@ -58,6 +58,18 @@ CASES = {
         rank=32,
         microbatches=8,
     ),
+    "ring with windows": Case(
+        "configs/at_scale/diff_3b_64k_64gpus.yaml",
+        64,
+        (*LONG, "model.attention.window=1000"),
+        rank=3,
+    ),
+    "windows by Triton": Case(
+        V1, 64, (*SMALL, "training.attention_backend=triton", "model.attention.window=100")
+    ),
+    "windows of softmax": Case(
+        "configs/at_scale/transformer_3b_64gpus.yaml", 64, (*SMALL, "model.attention.window=100")
+    ),
     "ring": Case("configs/at_scale/diff_3b_64k_64gpus.yaml", 64, LONG, rank=3),
     "tensor": Case(V1, 64, (*SMALL, *GATE, "parallel.tensor=2")),
     "sequence": Case(

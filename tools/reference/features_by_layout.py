@@ -33,6 +33,7 @@ FEATURES = (
     "model.attention.kind=grouped",
     "model.attention.kind=dex",
     "model.attention=[...]",
+    "model.attention.window=1024",
     "model.attention.qk_norm=true",
     "model.attention.output_gate=elementwise",
     "model.attention.output_gate=headwise",

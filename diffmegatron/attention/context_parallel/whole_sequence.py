@@ -17,12 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from diffmegatron.attention.context_parallel.chunk_numbers import rank_chunks
 from diffmegatron.attention.context_parallel.ring import ring_attention
-from diffmegatron.attention.context_parallel.zigzag import (
-    rank_chunks,
-    to_rank_order,
-    to_sequence_order,
-)
+from diffmegatron.attention.context_parallel.zigzag import to_rank_order, to_sequence_order
 from diffmegatron.attention.kernels.api import (
     QKV,
     diff_attention,
@@ -49,6 +46,7 @@ class WholeSequence:
         backend: backend of the operation, or ``auto`` to choose in each call.
         subtraction: backend of DIFF V2's subtraction, or ``auto`` for that which goes with
             ``backend``.
+        window: number of tokens that a token sees, itself included; None for all before it.
     """
 
     def __init__(
@@ -58,10 +56,11 @@ class WholeSequence:
         operation: Operation,
         backend: str = "auto",
         subtraction: str = "auto",
+        window: int | None = None,
     ) -> None:
         self._operation = operation
         kernel = diff_attention if operation == "differential" else softmax_attention
-        self._across, self._packed = _functions(kernel, backend, group, communication)
+        self._across, self._packed = _functions(kernel, backend, group, communication, window)
         if subtraction == "auto":
             subtraction = subtraction_backend(backend)
         self._subtract = partial(subtract_noise, backend=subtraction)
@@ -89,10 +88,14 @@ class WholeSequence:
 
 
 def _functions(
-    kernel: Attention, backend: str, group: ProcessGroup | None, communication: ContextCommunication
+    kernel: Attention,
+    backend: str,
+    group: ProcessGroup | None,
+    communication: ContextCommunication,
+    window: int | None,
 ) -> tuple[Attention, Attention]:
     """Return an attention function without packing, and one with the argument ``documents``."""
-    attend: Attention = partial(kernel, backend=backend)
+    attend: Attention = partial(kernel, backend=backend, window=window)
     packed: Attention = partial(in_one_row, attend)
     if group is None or group.size() == 1:
         return attend, packed
@@ -100,7 +103,7 @@ def _functions(
         return partial(ulysses_attention, attend, group), partial(ulysses_attention, packed, group)
     across: Attention = partial(gathered_attention, attend, group)
     if communication == "ring":
-        across = partial(ring_attention, group, backend)
+        across = partial(ring_attention, group, backend, window=window)
     return across, partial(by_row, across)
 
 

@@ -8,10 +8,7 @@ Megatron-core shards its rotary embeddings in the same way (models/common/embedd
 import torch
 from torch import Tensor
 
-
-def rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers (from 0) of a rank's two chunks, in the order of the rank's shard."""
-    return rank, 2 * size - 1 - rank
+from diffmegatron.attention.context_parallel.chunk_numbers import rank_chunks
 
 
 def shard_sequence(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:

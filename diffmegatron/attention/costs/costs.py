@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from diffmegatron.attention.costs.layer_run import LayerRun
 from diffmegatron.attention.kernels.costs import FLOAT32, Sizes, ring_saved
 from diffmegatron.attention.kernels.registry import BACKENDS, DIFFERENTIAL
-from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.kind import AttentionKind, window_in
 from diffmegatron.attention.kinds.layer import HEAD_NORM, OUTPUT_GATE, QK_NORMS
 
 Kind = TypeVar("Kind", bound=AttentionKind)
@@ -33,6 +33,15 @@ class Costs(Generic[Kind]):
         heads, has_two_maps = self.kind.heads, self.kind.operation == "differential"
         sums = heads.output_channels if has_two_maps else heads.query_channels
         return heads.query_channels + sums
+
+    def visible_keys(self, length: int) -> float:
+        """Return the mean number of keys that a token of a sequence sees.
+
+        ``length`` is the number of tokens of the sequence. Like the usual half of the length, the
+        number leaves out half a key of each token.
+        """
+        window = window_in(self.kind, length)
+        return length / 2 if window is None else window - window**2 / (2 * length)
 
     def own_products(self, hidden_size: int) -> float:
         """Return the multiply-adds per token of the matrices that the kind declares."""

@@ -42,6 +42,7 @@ def diff_attention(
     cu_seqlens: Tensor | None = None,
     query_offset: int | None = None,
     key_offset: int = 0,
+    window: int | None = None,
     norm: HeadwiseNorm | None = None,
 ) -> Tensor:
     """Return `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` per head (arXiv 2410.05258, eq. 1).
@@ -72,6 +73,8 @@ def diff_attention(
         query_offset: global position of the first query. By default the last query has the position
             of the last key.
         key_offset: global position of the first key.
+        window: number of keys that a query sees, the key at its own position and those directly
+            before it; None for all earlier keys. It needs `causal`.
         norm: headwise RMSNorm to apply to the result; None for no norm.
 
     Returns:
@@ -90,6 +93,7 @@ def diff_attention(
         cu_seqlens=cu_seqlens,
         query_offset=query_offset,
         key_offset=key_offset,
+        window=window,
     ).autocast()
     chosen = _backend_of(call, backend)
     out = chosen.function()(call)
@@ -108,7 +112,8 @@ def softmax_attention(
         q: `[b, s, h, d]`, floating point.
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h.
         backend: a key of `registry.SOFTMAX`, or "auto".
-        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
+        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset, window as in
+            `diff_attention`.
     """
     call = AttentionCall.checked(QKV((q,), (k,), v), **options).autocast()
     return _backend_of(call, backend).function()(call)
@@ -142,7 +147,8 @@ def diff_attention_v2(
         k, v: `[b, t, h_kv, d]`, same dtype and device as q; h_kv divides h / r.
         lambda_: `[b, s, h]`, floating point, the result of DIFF V2's sigmoid.
         backend: a key of `registry.SOFTMAX`, or "auto".
-        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset as in `diff_attention`.
+        options: causal, softmax_scale, cu_seqlens, query_offset, key_offset, window as in
+            `diff_attention`.
 
     Returns:
         `[b, s, h, d]` in v's dtype.

@@ -27,6 +27,7 @@ class CallOptions(TypedDict, total=False):
     cu_seqlens: Tensor | None
     query_offset: int | None
     key_offset: int
+    window: int | None
 
 
 class HeadwiseNorm(NamedTuple):
@@ -91,6 +92,7 @@ class AttentionCall:
         cu_seqlens: Tensor | None = None,
         query_offset: int | None = None,
         key_offset: int = 0,
+        window: int | None = None,
     ) -> "AttentionCall":
         """Return the call, or raise ValueError if an argument is wrong (`api.diff_attention`)."""
         check_maps(maps)
@@ -105,6 +107,7 @@ class AttentionCall:
             cu_seqlens=cu_seqlens,
             query_offset=query_offset,
             key_offset=key_offset,
+            window=window,
         )
         # Refuse a scale of 0: torch multiplies masked scores of -inf by it, which gives NaN.
         scale: float = maps.queries[0].shape[3] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,4 +1,4 @@
-"""The keys that each query row may attend to: causality, chunk offsets, document boundaries."""
+"""The keys that each query row may attend to: causality, windows, offsets, document boundaries."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -34,9 +34,10 @@ class AttentionMask:
 
     A global position is a position in the unsharded sequence. Query row i has the position
     `query_offset + i`, and key j has the position `key_offset + j`. A pair is visible if both
-    positions belong to the same document and, with `causal`, the key's position is not later.
-    `cu_seqlens` has the document boundaries `(0, end_of_first, ..., end_of_last)` in global
-    positions; None means one document.
+    positions belong to the same document and, with `causal`, the key's position is not later. With
+    a `window`, which only a causal mask has, a query also sees only itself and the `window - 1`
+    positions before it. `cu_seqlens` has the document boundaries
+    `(0, end_of_first, ..., end_of_last)` in global positions; None means one document.
     """
 
     query_length: int
@@ -45,6 +46,7 @@ class AttentionMask:
     query_offset: int = 0
     key_offset: int = 0
     cu_seqlens: tuple[int, ...] | None = None
+    window: int | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -52,27 +54,29 @@ class AttentionMask:
 
         With `cu_seqlens` they are "documents" and, unless queries and keys cover all documents,
         "offsets". Without `cu_seqlens`, a causal mask needs "offsets" if the last query and the
-        last key have different positions.
+        last key have different positions. A window adds "windows".
         """
+        windows = frozenset({"windows"} if self.window is not None else ())
         if self.cu_seqlens is not None:
             covered = range(self.cu_seqlens[-1])
             queries = range(self.query_offset, self.query_offset + self.query_length)
             keys = range(self.key_offset, self.key_offset + self.key_length)
             is_whole = queries == keys == covered
-            return frozenset({"documents"} if is_whole else {"documents", "offsets"})
+            return windows | ({"documents"} if is_whole else {"documents", "offsets"})
         aligned_at_end = self.key_offset + self.key_length - self.query_length
         is_offset = self.causal and self.query_offset != aligned_at_end
-        return frozenset({"offsets"} if is_offset else ())
+        return windows | ({"offsets"} if is_offset else set())
 
     @property
     def is_plain(self) -> bool:
         """True if torch's attention needs only its argument `is_causal` for this mask.
 
-        It is False with documents. For a causal mask without documents, it is True only if queries
-        and keys have the same positions.
+        It is False with documents or a window. For a causal mask without them, it is True only if
+        queries and keys have the same positions.
         """
         is_square = (self.query_offset, self.query_length) == (self.key_offset, self.key_length)
-        return self.cu_seqlens is None and (is_square or not self.causal)
+        is_limited = self.cu_seqlens is not None or self.window is not None
+        return not is_limited and (is_square or not self.causal)
 
     def key_range(self, row_start: int, row_stop: int) -> tuple[int, int]:
         """Return an interval [start, stop) that contains all keys visible to the rows.
@@ -84,6 +88,8 @@ class AttentionMask:
         start, stop = 0, self.key_length
         if self.causal:
             stop = min(stop, last + 1 - self.key_offset)
+        if self.window is not None:
+            start = max(start, first + 1 - self.window - self.key_offset)
         if self.cu_seqlens is not None:
             bounds = self.cu_seqlens
             start = max(start, bounds[bisect_right(bounds, first) - 1] - self.key_offset)
@@ -93,13 +99,15 @@ class AttentionMask:
     def unmasked_prefix(self, row_start: int, row_stop: int) -> int:
         """Return the number of leading keys of `key_range` that every one of the rows sees.
 
-        It is 0 if the rows belong to several documents.
+        It is 0 if the rows belong to several documents, or a window hides the first of these keys.
         """
         start, stop = self.key_range(row_start, row_stop)
-        if self.cu_seqlens is not None:
-            first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
-            if bisect_right(self.cu_seqlens, first) != bisect_right(self.cu_seqlens, last):
-                return 0
+        first, last = self.query_offset + row_start, self.query_offset + row_stop - 1
+        if self.window is not None and last - self.window >= self.key_offset + start:
+            return 0
+        bounds = self.cu_seqlens
+        if bounds is not None and bisect_right(bounds, first) != bisect_right(bounds, last):
+            return 0
         if not self.causal:
             return stop - start
         diagonal = self.query_offset + row_start + 1 - self.key_offset
@@ -118,6 +126,8 @@ class AttentionMask:
         query = torch.arange(*rows, device=device)[:, None] + self.query_offset
         key = torch.arange(*keys, device=device)[None, :] + self.key_offset
         hidden = key > query if self.causal else torch.zeros_like(key > query)
+        if self.window is not None:
+            hidden = hidden | (key <= query - self.window)
         if self.cu_seqlens is not None:
             bounds = torch.tensor(self.cu_seqlens, device=device)
             query_document = torch.searchsorted(bounds, query.flatten(), right=True)
@@ -132,6 +142,8 @@ class AttentionMask:
         start, stop = self.document_bounds(position)
         if self.causal:
             stop = stop.minimum(position + 1)
+        if self.window is not None:
+            start = start.maximum(position + 1 - self.window)
         return _clamped(start - self.key_offset, stop - self.key_offset, self.key_length, device)
 
     @cached_tensors
@@ -141,6 +153,8 @@ class AttentionMask:
         start, stop = self.document_bounds(position)
         if self.causal:
             start = start.maximum(position)
+        if self.window is not None:
+            stop = stop.minimum(position + self.window)
         offset = self.query_offset
         return _clamped(start - offset, stop - offset, self.query_length, device)
 
@@ -162,10 +176,12 @@ def build_mask(
     cu_seqlens: Tensor | None = None,
     query_offset: int | None = None,
     key_offset: int = 0,
+    window: int | None = None,
 ) -> AttentionMask:
-    """Return the mask of an attention call, after checking the offsets and `cu_seqlens`.
+    """Return the mask of an attention call, after checking its arguments.
 
-    With `query_offset=None` the last query has the position of the last key.
+    With `query_offset=None` the last query has the position of the last key. A window that hides no
+    key gives the same mask as no window, so that the same kernels run.
     """
     for name, position in (("query_offset", query_offset or 0), ("key_offset", key_offset)):
         if not isinstance(position, Integral) or abs(position) > LARGEST_POSITION:
@@ -174,6 +190,8 @@ def build_mask(
             )
     if query_offset is None:
         query_offset = key_offset + key_length - query_length
+    if window is not None:
+        _check_window(window, causal)
     bounds = None
     if cu_seqlens is not None:
         check_tensors(cu_seqlens=cu_seqlens)
@@ -187,7 +205,12 @@ def build_mask(
                     f"{name}_offset={offset} with {length} positions lies outside of cu_seqlens, "
                     f"which covers 0 to {bounds[-1]}"
                 )
-    return AttentionMask(query_length, key_length, causal, query_offset, key_offset, bounds)
+    if window is not None:
+        reach = query_offset + query_length - key_offset
+        if bounds is not None:
+            reach = min(reach, longest_sequence(bounds))
+        window = None if window >= reach else int(window)
+    return AttentionMask(query_length, key_length, causal, query_offset, key_offset, bounds, window)
 
 
 @cached_tensors
@@ -204,6 +227,13 @@ def sequence_bounds(row: tuple[int, ...], batch: int, device: torch.device) -> T
 def longest_sequence(row: tuple[int, ...]) -> int:
     """Return the length of the longest sequence of `sequence_bounds`."""
     return max(stop - start for start, stop in pairwise(row))
+
+
+def _check_window(window: int, causal: bool) -> None:
+    if not isinstance(window, Integral) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"window is {window!r}; it must be an integer of 1 or more, or None")
+    if not causal:
+        raise ValueError(f"window is {window} with causal=False; a window needs causal=True")
 
 
 def _document_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ SIXTEEN_BIT_NAMES = ("bfloat16", "float16")
 # Each value completes the message "the backend cannot ...".
 FEATURES = {
     "documents": "stay within packed documents (cu_seqlens)",
+    "windows": "limit queries to a window of keys (window)",
     "offsets": "place queries freely against the keys (query_offset, key_offset)",
     "chunks": "attend to a sequence chunk by chunk",
     "masked chunks": "attend chunk by chunk with masks other than none or a square's diagonal",
@@ -159,7 +160,8 @@ _flex_attention = partial(
     lacks=CHUNKS,
 )
 # torch's varlen_attn calls FlashAttention 2, or by torch's switch 3 (Hopper) or 4 (Hopper and
-# Blackwell). In FlashAttention 4, only Hopper supports all widths.
+# Blackwell). In FlashAttention 4, only Hopper supports all widths, and it is not known which of its
+# versions compute the gradients of windows.
 HOPPER, BLACKWELL = 9, 10
 _varlen_attention = partial(
     Backend,
@@ -178,6 +180,7 @@ _varlen_attentions = {
         _varlen_attention,
         library="flash_attn_4",
         chips={HOPPER: 256, BLACKWELL: 128},
+        lacks=CHUNKS | {"offsets", "windows"},
         entry="attend_by_fa4",
     ),
 }
@@ -188,14 +191,15 @@ _flash_attention_4 = partial(
     devices=("cuda",),
     dtypes=SIXTEEN_BIT_NAMES,
     library="flash_attn_4",
-    lacks=CHUNKS | {"offsets"},
+    lacks=CHUNKS | {"offsets", "windows"},
 )
 _torch_attention = partial(
     Backend,
     "wrappers.sdpa",
     saves_bias=True,
-    # Chunks use torch's flash kernels. On CUDA their only mask is `is_causal`.
-    lacks=frozenset({"masked chunks"}),
+    # Chunks use torch's flash kernels. On CUDA their only mask is `is_causal`. A window would need
+    # a mask tensor with a number for every pair of tokens.
+    lacks=frozenset({"masked chunks", "windows"}),
     chunk_dtypes={"cuda": SIXTEEN_BIT_NAMES},
 )
 
@@ -246,7 +250,7 @@ DIFFERENTIAL = {
         dtypes=SIXTEEN_BIT_NAMES,
         head_dims=tuple(range(8, 129, 8)),
         library="cudnn",
-        lacks=CHUNKS | {"offsets"},
+        lacks=CHUNKS | {"offsets", "windows"},
     ),
     "sdpa_4call": _torch_attention(
         "torch's scaled_dot_product_attention, four calls: 8d forward, 20d backward",
@@ -367,7 +371,7 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
         "cpu": ("blocked",),
         "cuda": ("flash_2call", "flash_4call", "sdpa_4call", "triton", "blocked"),
     },
-    "softmax": {"cpu": ("sdpa", "blocked"), "cuda": ("sdpa", "triton", "blocked")},
+    "softmax": {"cpu": ("sdpa", "blocked"), "cuda": ("sdpa", "flash_attn", "triton", "blocked")},
     "subtraction": {"cpu": ("pytorch",), "cuda": ("triton", "pytorch")},
 }
 
@@ -388,16 +392,19 @@ def whole_sequence_backends(op: Op) -> frozenset[str]:
 
 
 def needed_features(
-    *, documents: bool, context: int, communication: ContextCommunication | None
+    *, documents: bool, windows: bool, context: int, communication: ContextCommunication | None
 ) -> frozenset[str]:
     """Return the keys of `FEATURES` that a parallel layout needs.
 
-    `documents` is true if attention stays within packed documents. `context` is the number of
-    context-parallel ranks. `communication` is "ring", "all_gather", "ulysses" or None.
+    `documents` is true if attention stays within packed documents, and `windows` if a window hides
+    tokens of a sequence. `context` is the number of context-parallel ranks. `communication` is
+    "ring", "all_gather", "ulysses" or None.
     """
     needs = {"documents"} if documents else set()
+    if windows:
+        needs.add("windows")
     if context > 1 and communication == "ring":
-        needs |= {"chunks", "masked chunks", "offsets"} if documents else {"chunks"}
+        needs |= {"chunks", "masked chunks", "offsets"} if needs else {"chunks"}
     if context > 1 and communication == "all_gather" and documents:
         needs.add("offsets")
     return frozenset(needs)

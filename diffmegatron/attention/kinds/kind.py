@@ -20,7 +20,7 @@ from pydantic import Field
 
 from diffmegatron.attention.kernels.registry import Operation
 from diffmegatron.files import shorten
-from diffmegatron.section import Section, SizeOrZero, divisors
+from diffmegatron.section import Section, Size, SizeOrZero, divisors
 
 from .layer import OUTPUT_GATE, Context, FusedHead, Heads, Layer, Parameter, numbered
 
@@ -32,7 +32,8 @@ class AttentionKind(Section, ABC):
     """A kind of attention and its sizes: an entry of the section ``model.attention`` of a recipe.
 
     ``num_heads`` and ``num_kv_heads`` count heads of this kind. In DIFF V1, for example, a head has
-    two softmax maps, and a key-value head has two keys. docs/variants.md lists all members.
+    two softmax maps, and a key-value head has two keys. With a ``window``, a token sees only itself
+    and the ``window - 1`` tokens before it. docs/variants.md lists all members.
     ``title`` is the name in reports. ``operation`` is the attention function of `Context` that
     :meth:`forward` calls.
     """
@@ -41,6 +42,9 @@ class AttentionKind(Section, ABC):
     num_heads: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
     num_kv_heads: SizeOrZero = Field(default=0, description="0: the most that the kind allows")
     head_dim: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
+    window: Size | None = Field(
+        default=None, description="tokens that a token sees, itself included; null: all before it"
+    )
 
     title: ClassVar[str]
     operation: ClassVar[Operation] = "softmax"
@@ -160,6 +164,11 @@ def reads_hidden(kind: AttentionKind) -> bool:
     """Return whether a kind or its gate computes with the layer's normalised input itself."""
     is_gated = any(each.name == OUTPUT_GATE for each in kind.parameters(1))
     return is_gated or type(kind).from_hidden is not AttentionKind.from_hidden
+
+
+def window_in(kind: AttentionKind, length: int) -> int | None:
+    """Return a kind's window, or None if it hides no token of a sequence of ``length`` tokens."""
+    return None if kind.window is None or kind.window >= length else kind.window
 
 
 Kind = TypeVar("Kind", bound=AttentionKind)

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 from pydantic import SerializationInfo, SerializeAsAny, model_serializer
 
@@ -15,6 +15,7 @@ from .registry import read_kind
 from .softmax import transformer_of
 
 LAYERS = "layers"
+_Own = TypeVar("_Own", bound="LayerKinds")
 _RANGES = re.compile(r"\d{1,10}(-\d{1,10})?(, *\d{1,10}(-\d{1,10})?)*")
 
 
@@ -181,23 +182,25 @@ class LayerKinds(Section):
 
     def baseline(self) -> Self:
         """Return the Transformer of each kind, or of all layers if these are equal."""
-        kinds = tuple(transformer_of(each) for each in self.kinds)
-        if all(each == kinds[0] for each in kinds):
-            return self.model_copy(update={"kinds": kinds[:1], "layers": (None,)})
-        return self.model_copy(update={"kinds": kinds})
+        return _with_kinds(self, map(transformer_of, self.kinds))
 
     @property
     def foundation(self) -> Foundation | None:
         """Kind from whose weights a run may start in place of this one; None with several kinds."""
         return self.kinds[0].foundation()
 
-    def resized(self, num_layers: int, sizes: Mapping[str, int]) -> Self:
+    def resized(self, num_layers: int, sizes: Mapping[str, int], window: int) -> Self:
         """Return the kinds of the small network that ``plan --rehearse`` runs.
 
+        All windows become ``window``.
         Each entry has one layer, and the last entry has all remaining layers. With fewer layers
         than entries, all layers have the kind of the last entry.
         """
-        kinds = tuple(each.resized(num_layers, sizes) for each in self.kinds)
+        resized = (each.resized(num_layers, sizes) for each in self.kinds)
+        kinds = tuple(
+            each if each.window is None else each.model_copy(update={"window": window})
+            for each in resized
+        )
         if num_layers < len(kinds):
             kinds = kinds[-1:]
         layers = (*map(str, range(1, len(kinds))), None)
@@ -209,10 +212,24 @@ class LayerKinds(Section):
         return iter(dict.fromkeys(sentences))
 
 
+def without_windows(attention: LayerKinds) -> LayerKinds:
+    """Return the kinds without windows, or one kind for all layers if these are then equal."""
+    kinds = (each.model_copy(update={"window": None}) for each in attention.kinds)
+    return _with_kinds(attention, kinds)
+
+
+def _with_kinds(attention: _Own, kinds: Iterable[AttentionKind]) -> _Own:
+    each, *others = kinds
+    if all(other == each for other in others):
+        return attention.model_copy(update={"kinds": (each,), "layers": (None,)})
+    return attention.model_copy(update={"kinds": (each, *others)})
+
+
 def _heads_in_words(kind: AttentionKind) -> str:
     kv = kind.num_kv_heads
     key_values = "" if kv == kind.num_heads else f", {kv} key-value heads"
-    return f"{kind.num_heads} heads of {kind.head_dim}{key_values}"
+    window = "" if kind.window is None else f", window {kind.window:,}"
+    return f"{kind.num_heads} heads of {kind.head_dim}{key_values}{window}"
 
 
 def _check_layers(layers: tuple[str | None, ...], num_layers: int) -> None:

@@ -75,7 +75,7 @@ def transformer_of(kind: AttentionKind) -> Softmax:
     """Return softmax attention with as many output, key and value channels as a kind.
 
     A kind that extends softmax attention keeps its keys, such as ``qkv_bias``. All kinds keep
-    ``qk_norm`` and ``output_gate``.
+    ``window``, ``qk_norm`` and ``output_gate``.
     """
     # Twice a valid number of heads can exceed a recipe's limit, so skip the validation.
     if isinstance(kind, Softmax):
@@ -86,6 +86,7 @@ def transformer_of(kind: AttentionKind) -> Softmax:
         num_heads=heads.output_channels // heads.head_dim,
         num_kv_heads=heads.keys,
         head_dim=heads.head_dim,
+        window=kind.window,
         qk_norm=isinstance(kind, QKNorm) and kind.qk_norm,
         output_gate=kind.output_gate if isinstance(kind, OutputGate) else None,
     )

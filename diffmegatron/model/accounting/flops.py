@@ -28,15 +28,16 @@ def count_flops(model: ModelConfig, seq_length: int, frozen: int = 0) -> Flops:
     """Return the model FLOPs per token of causal training, without recomputation.
 
     Attention counts the smallest number of multiply-adds that can compute its equation, even if the
-    kernels do more. A query attends to half the sequence on average. ``frozen`` is the result of
-    :func:`frozen_matrices`.
+    kernels do more. Without a window, a query attends to half the sequence on average. ``frozen``
+    is the result of :func:`frozen_matrices`.
     """
     weights: float = model.vocab_size * model.hidden_size
     attention = 0.0
     for kind, count in counted_kinds(model):
         own = costs_of(kind).own_products(model.hidden_size) + lora_weights(model, kind)
         weights += count * (projection_weights(model, kind) + mlp_weights(model) + own)
-        attention += 2 * (count * seq_length / 2) * costs_of(kind).products()
+        costs = costs_of(kind)
+        attention += 2 * (count * costs.visible_keys(seq_length)) * costs.products()
     training = 6 * weights - 2 * frozen + 3 * attention
     return Flops(forward=2 * weights + attention, training=training)
 

@@ -87,7 +87,7 @@ class SelfAttention(MegatronModule):
         self.kind, self.layer_number = kind, layer_number
         self.norm_eps, self.step = config.layernorm_epsilon, 0
         self.whole_sequence = WholeSequence(
-            self.context_group, communication, kind.operation, backend, subtraction
+            self.context_group, communication, kind.operation, backend, subtraction, kind.window
         )
         self.rotary_scale = rotary_scale
         self.lambda_: Tensor | None = None

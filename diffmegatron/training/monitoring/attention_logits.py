@@ -62,10 +62,12 @@ def _observe(
     keys_per_block = heads.keys // heads.blocks
     keys = key.transpose(0, 1).flatten(0, 1).unflatten(1, (-1, keys_per_block))
     queries = query.transpose(0, 1).flatten(0, 1).unflatten(1, (keys.shape[1], -1))
-    longest = int(ends.diff().max())
+    reach, window = int(ends.diff().max()), layer.kind.window
+    if window is not None:
+        starts, reach = starts.maximum(positions + 1 - window), min(reach, window)
     by_query = torch.cat(
         [
-            _largest(queries[:, :, of_key], keys[:, :, number], starts, longest)
+            _largest(queries[:, :, of_key], keys[:, :, number], starts, reach)
             for number, of_key in enumerate(heads.query_slices(keys_per_block))
         ]
     )
@@ -88,17 +90,17 @@ def _maps(kind: AttentionKind) -> list[list[int]]:
     return maps if len(maps) <= 2 else [[*range(len(names))]]
 
 
-def _largest(queries: Tensor, keys: Tensor, starts: Tensor, longest: int) -> Tensor:
+def _largest(queries: Tensor, keys: Tensor, starts: Tensor, reach: int) -> Tensor:
     """Return the largest q · k of each query head of a block under the causal mask, [heads].
 
     Args:
         queries: [tokens, blocks, heads, d].
         keys: [tokens, blocks, d]; a key is shared by the query heads of its block.
-        starts: first token of the document of each token, [tokens] on the CPU.
-        longest: number of tokens of the longest document.
+        starts: first token that each token sees, [tokens] on the CPU.
+        reach: largest number of tokens that a token sees.
     """
     tokens, blocks, heads = queries.shape[:3]
-    rows = min(longest, max(1, _LOGITS // (blocks * heads * longest)))
+    rows = min(reach, max(1, _LOGITS // (blocks * heads * reach)))
     first_keys, starts = starts.tolist(), starts.to(keys.device)
     positions = torch.arange(tokens, device=keys.device)
     found = []

@@ -128,6 +128,37 @@ def test_offsets_and_documents(options, causal):
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 5},
+        {"window": 16, "query_offset": 20},
+        {"window": 9, "cu_seqlens": torch.tensor([0, 4, 25, 90]), "query_offset": 7},
+    ],
+    ids=["whole", "chunk", "document chunk"],
+)
+@pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
+@pytest.mark.parametrize("noise_heads", [2, 1], ids=["fused", "grouped"])
+def test_windows(options, one_pass, noise_heads):
+    inputs = make_inputs(rows=36, heads=2, noise_heads=noise_heads, width=16)
+    assert_close(*triton_and_reference(inputs, one_pass=one_pass, **options), 1e-13)
+
+
+def test_blocks_outside_a_window_are_neither_read_nor_computed():
+    q1, *others = make_inputs(rows=16, keys=64, heads=1, width=16)
+    # The 16 queries are at the end and see keys from 44 on, in the third and fourth block of 16.
+    unseen = [x.detach().clone() for x in others[:-1]]
+    for name, x in zip(("k1", "q2", "k2", "v"), unseen, strict=True):
+        if name != "q2":
+            x[:, :32] = torch.nan
+    given = [x.requires_grad_() for x in unseen]
+    attend = lambda *x: diff_attention(*x, backend="triton", window=5)  # noqa: E731
+    out, grads = value_and_grads(attend, [q1, *given, others[-1]])
+    expected, expected_grads = value_and_grads(attend, [q1, *others])
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, grads, expected_grads))
+
+
 @pytest.mark.parametrize("noise_heads", [4, 2])
 def test_triton_equals_the_loops(noise_heads):
     inputs = make_inputs(rows=19, heads=4, noise_heads=noise_heads, kv_heads=2, width=16)

@@ -428,6 +428,21 @@ def test_recipes_at_scale_fit_h100_without_a_warning(name):
     assert plan.largest_stage.total < 0.9 * 80 * 2**30
 
 
+def test_the_64k_pattern_has_windows_in_three_of_four_layers_and_starts_from_whole_attention():
+    recipe, whole = load("pattern_3b_64k"), load("diff_3b_1t")
+    windows = [recipe.model.attention.of_layer(layer).window for layer in range(28)]
+    assert windows == [4096, 4096, 4096, None] * 7
+    assert whole.training.seq_length == 4096
+    check_can_start_from(whole, "diff_3b_1t", recipe, "pattern_3b_64k")
+    plan, papers = plan_recipe(recipe, 2), plan_recipe(load("diff_3b_64k"), 2)
+    # 21 of 28 layers have 4096 (1 - 4096 / 131072) instead of 32,768 visible keys per token.
+    share = (7 + 21 * 4096 * (1 - 4096 / 131072) / 32768) / 28
+    # A key costs 2 FLOPs in each of 24 x 128 channels of the queries and of the outputs.
+    per_key = 28 * 2 * 2 * 24 * 128
+    saved = papers.flops_per_token.training - plan.flops_per_token.training
+    assert saved == pytest.approx(3 * (1 - share) * 32768 * per_key, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "name", ["3b_64gpus", "3b_256gpus", "3b_64k_64gpus", "6.8b_64gpus", "13.1b_64gpus"]
 )

@@ -252,6 +252,7 @@ def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("model", "named"),
     [
         ({"kind": "softmax", "headwise_norm": True}, "headwise_norm"),
+        (DIFF | {"window": 8}, "window 8 cannot be exported"),
         ({"kind": "softmax", "qkv_bias": True, "qk_norm": True}, "qk_norm"),
         ({"kind": "softmax", "qkv_bias": True, "output_gate": "headwise"}, "output_gate"),
         (DIFF | {"vocab_size": 256}, "vocab_size"),

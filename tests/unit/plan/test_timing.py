@@ -118,6 +118,43 @@ def test_context_traffic_matches_each_kind_of_communication():
     assert sent["ulysses"] == times * 2 * 2 * (pair + 2 * queries) * 3 / 4
 
 
+def test_a_ring_sends_only_the_chunks_that_windows_show():
+    """Compare bytes and messages of 4 ranks, each with two chunks of 128 tokens, by hand.
+
+    A window of 129 tokens shows one earlier chunk. Rank 1 has the chunks 1 and 6. It sends chunk 1
+    to rank 2, which has chunk 2, and chunk 6 to rank 0, which has chunk 7. It receives the chunks 0
+    and 5, and returns their gradients. A window of 128 + 130 tokens shows three earlier chunks.
+    """
+    shard = LENGTH // 4 * 2 * 2 * 4 * 32
+    ring = {"context": 4, "context_communication": "ring"}
+    attention = {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+
+    def of_window(window: int | None):
+        recipe = make_recipe(parallel=ring, model={"attention": attention | {"window": window}})
+        sent, calls = count_traffic(recipe, 4), stage_collectives(recipe, 4, 0)
+        return sent.context / (BATCH * LAYERS * shard), calls.context / (BATCH * LAYERS)
+
+    assert of_window(1) == (0, 0)
+    for window in (2, 129):
+        assert of_window(window) == (2 * 2 + 4, 2 + 2 * 2)
+    for window in (LENGTH, 2 * LENGTH):
+        assert of_window(window) == of_window(None) == (2 * 2 * 3 + 4 * 4, 3 + 3 + 4)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_windows_save_flops_of_attention_only(backend):
+    attention = {"kind": "diff_v1", "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+    whole, windows, tiny = (
+        attention_flops(backend, model={"attention": attention | {"window": window}})
+        for window in (None, 256, 1)
+    )
+    if backend == "reference":
+        assert whole == pytest.approx(windows)
+        return
+    # 256 (1 - 256 / 2048) = 224 visible keys instead of 512, and half a key.
+    assert (windows - tiny) / (whole - tiny) == pytest.approx((224 - 1) / (512 - 1), rel=1e-3)
+
+
 def test_a_stage_in_the_middle_sends_both_ways():
     assert count_traffic(make_recipe(parallel={"pipeline": 2}), 2).pipeline == BATCH * STATE
     layout = make_recipe(parallel={"pipeline": 4})

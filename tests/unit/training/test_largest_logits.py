@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-def every_logit(query, key, documents, meets):
+def every_logit(query, key, documents, meets, window):
     """Return the logits of all visible (query, key) pairs, [heads, number of pairs].
 
     Args:
@@ -34,6 +34,7 @@ def every_logit(query, key, documents, meets):
         key: keys [s, b, key heads, d].
         documents: start of each document in the concatenated rows, followed by the total length.
         meets: key head of each query head.
+        window: number of positions that a query sees, its own included.
     """
     length, rows, heads, d = query.shape
     assert (heads, key.shape[2]) == (len(meets), max(meets) + 1)
@@ -44,7 +45,7 @@ def every_logit(query, key, documents, meets):
         found = []
         for row in range(rows):
             products = query[:, row, head].double() @ key[:, row, meets[head]].double().T
-            seen = torch.ones(length, length).tril().bool()
+            seen = torch.ones(length, length).tril().triu(1 - window).bool()
             seen &= document[row][:, None] == document[row][None]
             found.append(products[seen] / math.sqrt(d))
         by_head.append(torch.cat(found))
@@ -68,8 +69,11 @@ def a_batch(packed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_largest_logit_of_every_map_is_found(kind, packed, tiny_recipe, monkeypatch):
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_largest_logit_of_every_map_is_found(kind, packed, window, tiny_recipe, monkeypatch):
     overrides, meets, maps = KINDS[kind]
+    if window is not None:
+        overrides += (f"model.attention.window={window}",)
     recipe = tiny_recipe(*overrides, "model.initialization.std=0.5")
     monkeypatch.setattr(attention_logits, "_LOGITS", 6000)
     kind, expected = type(recipe.model.attention.kinds[0]), {}
@@ -77,7 +81,8 @@ def test_the_largest_logit_of_every_map_is_found(kind, packed, tiny_recipe, monk
     ends = torch.tensor(ENDS if packed else [0, 64, 128])
 
     def look(kind, layer, context, query, key, *others):
-        logits = every_logit(query.transpose(0, 1), key.transpose(0, 1), ends, meets)
+        by_position = (query.transpose(0, 1), key.transpose(0, 1))
+        logits = every_logit(*by_position, ends, meets, window or 64)
         expected[layer.layer_number] = [
             logits[[n for n, each in enumerate(maps) if each == number]].max().item()
             for number in sorted({*maps})

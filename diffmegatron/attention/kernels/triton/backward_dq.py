@@ -117,8 +117,8 @@ def _dq_of_rows(
     key_begin = tl.min(row_start, 0)
     key_end = tl.max(row_stop, 0)
     unmasked_end = key_begin
-    DOCUMENTS: tl.constexpr = config.DOCUMENTS
-    if not DOCUMENTS:
+    TABLES: tl.constexpr = config.TABLES
+    if not TABLES:
         # Every row sees all keys before `unmasked_end`, so the blocks of these keys need no mask.
         unmasked_end = tl.min(row_stop, 0) // config.N * config.N
         dq1, dq2 = _dq_of_block(

@@ -101,8 +101,8 @@ def _one_map(
     key_start = tl.min(row_start, 0)
     key_stop = tl.max(row_stop, 0)
     unmasked_stop = key_start
-    DOCUMENTS: tl.constexpr = config.DOCUMENTS
-    if not DOCUMENTS:
+    TABLES: tl.constexpr = config.TABLES
+    if not TABLES:
         # Every row sees all keys before `unmasked_stop`, so the blocks of these keys need no mask.
         unmasked_stop = tl.min(row_stop, 0) // config.N * config.N
         accumulator, largest, total = _attend(

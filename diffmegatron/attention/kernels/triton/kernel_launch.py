@@ -50,9 +50,9 @@ class Problem(NamedTuple):
         return self.target is ChipClass.HOPPER
 
     @property
-    def is_packed(self) -> bool:
-        """True if the mask has document boundaries."""
-        return self.mask.cu_seqlens is not None
+    def has_tables(self) -> bool:
+        """Value of `Config.TABLES`: True if the mask has document boundaries or a window."""
+        return self.mask.cu_seqlens is not None or self.mask.window is not None
 
 
 def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | None) -> Problem:
@@ -91,7 +91,7 @@ def launch_forward(
     batch, length, heads, width = q.shape
     blocks = forward_blocks(width, q.dtype, problem.target)
     norm_weight, normed, norm_eps, norm_scale = norm
-    intervals = problem.mask.key_intervals(q.device) if problem.is_packed else (None, None)
+    intervals = problem.mask.key_intervals(q.device) if problem.has_tables else (None, None)
     with on_device(q):
         forward_kernel[(triton.cdiv(length, blocks.M), batch * heads // ratio_of(maps))](
             *_sources(maps, (), blocks, problem.tma), lambda_, *_pair(outs), _pair(lses),
@@ -180,13 +180,13 @@ def launch_backward(
         dqs = [torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in maps.queries]
     dks = [torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in maps.keys]
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    none, mask, is_packed = (None, None), problem.mask, problem.is_packed
+    none, mask, has_tables = (None, None), problem.mask, problem.has_tables
     rows = (lambda_, _pair(lses), _pair(deltas))
     strides = _strides(q, maps.queries[-1], k, v, grad, grad2)
     shared = (*strides, problem.softmax_scale, problem.softmax_scale * LOG2_E)
     with on_device(q):
         blocks = dkdv_blocks(width, q.dtype, problem.target, problem.one_pass)
-        intervals = mask.query_intervals(q.device) if is_packed else none
+        intervals = mask.query_intervals(q.device) if has_tables else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,
             _pair(dks), dv, _pair(dqs) if problem.one_pass else none,
@@ -200,7 +200,7 @@ def launch_backward(
             ]
         else:
             blocks = dq_blocks(width, q.dtype, problem.target, ratio_of(maps) > 1)
-            intervals = mask.key_intervals(q.device) if is_packed else none
+            intervals = mask.key_intervals(q.device) if has_tables else none
             dq_kernel[(triton.cdiv(length, blocks.M), batch * _dq_heads(maps))](
                 *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,
                 _pair(dqs), _layout(q, k, mask, intervals), *shared,
@@ -263,7 +263,7 @@ def _constants(maps: QKV, blocks: BlockSizes, problem: Problem) -> dict[str, Any
         MAPS=len(maps.queries),
         RATIO=ratio_of(maps),
         CAUSAL=problem.mask.causal,
-        DOCUMENTS=problem.is_packed,
+        TABLES=problem.has_tables,
         TMA=problem.tma,
         DISABLE_LICM=not blocks.licm,
     )

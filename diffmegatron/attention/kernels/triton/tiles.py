@@ -31,10 +31,10 @@ class Heads(NamedTuple):
 class Layout(NamedTuple):
     """Numbers of heads, lengths and positions of an attention call.
 
-    `start_ptr` and `stop_ptr` point to int32 tables, or are None without packed documents. The
-    tables have the interval of keys that each query sees. For the kernel of dK and dV, they have
-    the interval of queries that see each key. `shift` is the position of the first query minus the
-    position of the first key.
+    `start_ptr` and `stop_ptr` point to int32 tables, or are None without packed documents and
+    without a window. The tables have the interval of keys that each query sees. For the kernel of
+    dK and dV, they have the interval of queries that see each key. `shift` is the position of the
+    first query minus the position of the first key.
     """
 
     start_ptr: Any
@@ -51,9 +51,10 @@ class Config(NamedTuple):
 
     `width` is the width of a query, and `value_width` of a value. `MAPS` is the number of softmax
     maps, 1 or 2. `RATIO` is the number of heads of the first map (signal heads) that share a head
-    of the second map (noise head), or 1 with one map. With `DOCUMENTS`, the mask has packed
-    documents. With `TMA` (Tensor Memory Accelerator), q, k, v and dO are loaded through tensor
-    descriptors. `DISABLE_LICM` turns off loop-invariant code motion.
+    of the second map (noise head), or 1 with one map. With `TABLES`, the mask has packed documents
+    or a window, and its intervals are in the tables of `Layout`. With `TMA` (Tensor Memory
+    Accelerator), q, k, v and dO are loaded through tensor descriptors. `DISABLE_LICM` turns off
+    loop-invariant code motion.
     """
 
     width: int
@@ -63,7 +64,7 @@ class Config(NamedTuple):
     MAPS: int
     RATIO: int
     CAUSAL: bool
-    DOCUMENTS: bool
+    TABLES: bool
     TMA: bool
     DISABLE_LICM: bool
 
@@ -180,7 +181,7 @@ def opaque(x):
 @triton.jit
 def keys_of_rows(rows, layout, config: tl.constexpr):
     """Return the start and the stop of the interval of keys that each query row sees."""
-    if config.DOCUMENTS:
+    if config.TABLES:
         start = tl.load(layout.start_ptr + rows, mask=rows < layout.query_length, other=0)
         stop = tl.load(layout.stop_ptr + rows, mask=rows < layout.query_length, other=0)
     else:
@@ -197,7 +198,7 @@ def queries_of_keys(keys, layout, config: tl.constexpr):
 
     The interval is empty if start >= stop.
     """
-    if config.DOCUMENTS:
+    if config.TABLES:
         start = tl.load(layout.start_ptr + keys, mask=keys < layout.key_length, other=0)
         stop = tl.load(layout.stop_ptr + keys, mask=keys < layout.key_length, other=0)
     else:

@@ -8,6 +8,7 @@ keys gives zero.
 import inspect
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..masks import longest_sequence, sequence_bounds
 from ..registry import LIBRARIES
 from .two_map_calls import Attend, four_calls, two_calls
 
-ARGUMENTS = {"softmax_scale", "causal", "deterministic"}
+ARGUMENTS = {"softmax_scale", "causal", "deterministic", "window_size"}
 
 
 def load_library(name: str) -> ModuleType:
@@ -66,11 +67,14 @@ def attend_in_four_calls(call: AttentionCall) -> Tensor:
 def plain_attention(library: ModuleType, call: AttentionCall) -> Attend:
     """Return a function that computes plain attention of q, k and v with the call's mask."""
     mask = call.mask
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": call.scale,
         "causal": mask.causal,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+    if mask.window is not None:
+        # The numbers of keys that a query sees before and after its own position.
+        options["window_size"] = (mask.window - 1, 0)
     if mask.cu_seqlens is None:
         return lambda q, k, v: _output(library.flash_attn_func(q, k, v, **options))
     bounds = sequence_bounds(mask.cu_seqlens, call.maps.v.shape[0], call.maps.v.device)

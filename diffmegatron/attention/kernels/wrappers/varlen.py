@@ -69,6 +69,8 @@ def _plain_attention(call: AttentionCall, implementation: str | None) -> Attend:
     batch, device = call.maps.v.shape[0], call.maps.v.device
     bounds, key_bounds = (sequence_bounds(each, batch, device) for each in (row, key_row))
     longest, longest_keys = longest_sequence(row), longest_sequence(key_row)
+    # The numbers of keys that a query sees before and after its own position; -1 means all.
+    before = -1 if mask.window is None else mask.window - 1
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         use_flash_attention(implementation)
@@ -81,7 +83,7 @@ def _plain_attention(call: AttentionCall, implementation: str | None) -> Attend:
             longest,
             longest_keys,
             scale=call.scale,
-            window_size=(-1, 0) if mask.causal else (-1, -1),
+            window_size=(before, 0 if mask.causal else -1),
             enable_gqa=q.shape[2] != k.shape[2],
         )
         kept: Tensor = KeptImplementation.apply(implementation, out)

@@ -4,9 +4,13 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+from diffmegatron.attention.context_parallel.chunk_numbers import (
+    chunks_before,
+    rank_chunks,
+    seen_chunks,
+)
 from diffmegatron.attention.context_parallel.whole_sequence import row_boundaries
 from diffmegatron.attention.context_parallel.zigzag import (
-    rank_chunks,
     shard_sequence,
     to_rank_order,
     to_sequence_order,
@@ -42,6 +46,25 @@ def test_sequence_shards_equal_those_of_megatrons_rotary_embedding(size, monkeyp
 def test_every_rank_has_the_same_number_of_causal_pairs(size):
     pairs = [sum(number + 1 for number in rank_chunks(rank, size)) for rank in range(size)]
     assert set(pairs) == {2 * size + 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 6, 9, 100])
+def test_seen_chunks_are_those_with_a_visible_key(size, window):
+    length, tokens = 4, 8 * size
+    before = chunks_before(window, length, size)
+    for source in range(size):
+        for target in range(size):
+            expected = tuple(
+                index
+                for index, number in enumerate(rank_chunks(source, size))
+                if any(
+                    0 <= query - key < (window or tokens)
+                    for key in range(number * length, (number + 1) * length)
+                    for query in shard_sequence(torch.arange(tokens), 0, target, size).tolist()
+                )
+            )
+            assert seen_chunks(source, target, size, before) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -6,12 +6,13 @@ It depends on device, dtype, head dimension, needed features and installed libra
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from diffmegatron.attention.kernels import installed_backends
-from diffmegatron.attention.kernels.api import backend_table, diff_attention
+from diffmegatron.attention.kernels.api import backend_table, diff_attention, softmax_attention
 from diffmegatron.attention.kernels.installed_backends import (
     importable_libraries,
     installed_backend,
@@ -99,10 +100,36 @@ def test_every_backend_has_the_functions_of_its_operation(op):
         (True, 2, "ulysses", {"documents"}),
     ],
 )
-def test_a_layout_determines_what_its_kernel_needs(documents, context, communication, needs):
-    assert (
-        needed_features(documents=documents, context=context, communication=communication) == needs
-    )
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_layout_determines_what_its_kernel_needs(
+    documents, windows, context, communication, needs
+):
+    if windows:
+        needs = needs | {"windows"}
+        needs |= {"offsets", "masked chunks"} if "chunks" in needs else set()
+    layout = {"context": context, "communication": communication}
+    assert needed_features(documents=documents, windows=windows, **layout) == needs
+
+
+@pytest.mark.parametrize("op", ["differential", "softmax"])
+def test_a_backend_without_windows_is_never_used_for_them(op):
+    needs = frozenset({"windows"})
+    lacking = {name for name, each in BACKENDS[op].items() if "windows" in each.lacks}
+    others = {"sdpa", "flash4"}
+    if op == "differential":
+        others = {"sdpa_4call", "cudnn_2call", "flash4_2call"}
+    assert lacking == others | {"varlen_fa4"}
+    q, v = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8 if op == "softmax" else 16)
+    attend = partial(softmax_attention, q, q, v)
+    if op == "differential":
+        attend = partial(diff_attention, q, q, q, q, v, torch.tensor(0.5))
+    name = "sdpa" if op == "softmax" else "sdpa_4call"
+    with pytest.raises(ValueError, match=f"{name}.* cannot limit queries to a window of keys"):
+        attend(window=2, backend=name)
+    attend(window=4, backend=name)
+    for device, expected in (("cpu", "blocked"), ("cuda", "triton")):
+        call = Call(op, device, "bfloat16", 128, needs)
+        assert choose_backend("auto", call, frozenset({"triton", "cudnn"}))[0] == expected
 
 
 def test_the_interpreter_lifts_the_limits_of_own_kernels_only(monkeypatch):

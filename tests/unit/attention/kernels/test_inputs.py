@@ -96,6 +96,10 @@ def test_softmax_attention_refuses_wide_values():
         ({"softmax_scale": "1"}, "softmax_scale is '1'"),
         ({"query_offset": 1.5}, r"query_offset is 1\.5; it must be an integer"),
         ({"key_offset": 2**40}, "key_offset is 1099511627776"),
+        ({"window": 0}, "window is 0; it must be an integer of 1 or more, or None"),
+        ({"window": 2.0}, r"window is 2\.0"),
+        ({"window": True}, "window is True"),
+        ({"window": 4, "causal": False}, "window is 4 with causal=False"),
         ({"cu_seqlens": [0, 6]}, "cu_seqlens is of type list; it must be a tensor"),
     ],
 )

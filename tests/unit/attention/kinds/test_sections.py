@@ -144,6 +144,20 @@ def test_the_transformer_of_a_pair_has_its_gate(kind, load):
         assert only(load(kind, *given, "/model.baseline=true")).output_gate == value
 
 
+@pytest.mark.parametrize("kind", ["softmax", "diff_v1", "diff_v2", "grouped"])
+def test_the_transformer_of_a_pair_has_its_window(kind, load):
+    more = ["signal_per_noise=2"] if kind == "grouped" else []
+    for value in (16, None):
+        given = [f"window={value or 'null'}", *more]
+        assert only(load(kind, *given)).window == value
+        assert only(load(kind, *given, "/model.baseline=true")).window == value
+
+
+def test_a_window_shows_one_token_or_more(load):
+    with pytest.raises(UserError, match=r"window.*greater than or equal to 1|window.* 1"):
+        load("diff_v1", "window=0")
+
+
 def test_dex_refuses_a_gate(load):
     given = ["selected_heads=[[0], [1]]", "annealing_steps=null", "/model.num_layers=2"]
     with pytest.raises(UserError, match=r"output_gate is 'headwise' with kind 'dex'.*give null"):

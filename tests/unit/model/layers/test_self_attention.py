@@ -123,6 +123,10 @@ SECTIONS = {
         "annealing_steps": 2,
     },
 }
+SECTIONS |= {
+    f"{name}, window": SECTIONS[name] | {"window": 3}
+    for name in ("softmax", "diff_v1", "diff_v2", "grouped", "dex")
+}
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +171,20 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
-def softmax_map(q: torch.Tensor, k: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """Return the attention map [s, s]: a causal softmax within each document.
+def softmax_map(
+    q: torch.Tensor, k: torch.Tensor, ends: list[int], window: int = LENGTH
+) -> torch.Tensor:
+    """Return the attention map [s, s]: a causal softmax within each document and window.
 
     Args:
         q: queries [s, d] of a head.
         k: keys [s, d] of the head.
         ends: 0, and the end of every document except the last.
+        window: number of positions that a position sees, itself included.
     """
     rows = []
     for position in range(LENGTH):
-        first = max(end for end in ends if end <= position)
+        first = max(position + 1 - window, *(end for end in ends if end <= position))
         scores = torch.stack(
             [q[position] @ k[other] / math.sqrt(D) for other in range(first, position + 1)]
         )
@@ -216,6 +223,7 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
     logits, which are in the order of the output channels.
     """
     kind, h = section["kind"], section["num_heads"]
+    window = section.get("window", LENGTH)
     r = section.get("signal_per_noise", 1)
     kv_heads = section.get("num_kv_heads", h // r)
     mixed = iter((hidden @ weights["linear_qkv.weight"].T).split(D, dim=-1))
@@ -243,7 +251,7 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
             noise = groups if kind == "diff_v2" else 0
             q = queries(groups * r + noise)
             k, v = key(), next(mixed)
-            outs = [softmax_map(each, k, ends) @ v for each in q]
+            outs = [softmax_map(each, k, ends, window) @ v for each in q]
             if kind in ("softmax", "dex"):
                 if section.get("headwise_norm"):
                     outs = [normed(out, weights["head_norm"], 1.0) for out in outs]
@@ -266,8 +274,8 @@ def expected_row(section: dict, weights: dict, hidden: torch.Tensor, ends: list[
             + LAMBDA_INIT
         )
         for number in range(signal):
-            maps = softmax_map(q1[number], k1, ends)
-            maps = maps - lambda_ * softmax_map(q2[number // r], k2, ends)
+            maps = softmax_map(q1[number], k1, ends, window)
+            maps = maps - lambda_ * softmax_map(q2[number // r], k2, ends, window)
             head = maps @ value
             if section.get("headwise_norm", True):
                 head = normed(head, weights["head_norm"], 1 - LAMBDA_INIT)
