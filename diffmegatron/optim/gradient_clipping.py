@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from diffmegatron.config.optimizer_config import OptimizerConfig
 from diffmegatron.optim.partition import Partition
@@ -12,6 +12,24 @@ from diffmegatron.optim.partition import Partition
 def clipping_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Return the entries of DeepSpeed's configuration for gradient clipping."""
     return {"gradient_clipping": optimizer.clip_grad_norm}
+
+
+def sum_norms_at_once(zero_optimizer: Any) -> None:
+    """Make DeepSpeed sum the squared gradient norms over the model-parallel ranks in one call.
+
+    DeepSpeed's ZeRO 1 of a float32 or offloaded run makes a call for each parameter group. It would
+    wait forever if the pipeline stages had different numbers of groups, for instance because only
+    the tensors of one stage have a learning rate.
+    """
+    norm_of_the_stage = zero_optimizer.scaled_global_norm
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        squared: Tensor = norm_of_the_stage(norm_type).square()
+        distributed.all_reduce(squared, group=zero_optimizer.model_parallel_group)
+        return squared.sqrt()
+
+    zero_optimizer._model_parallel_all_reduce = lambda tensor, op: None
+    zero_optimizer.scaled_global_norm = scaled_global_norm
 
 
 def accumulated_gradient(parameter: torch.nn.Parameter) -> Tensor | None:

@@ -26,6 +26,7 @@ from diffmegatron.optim.gradient_clipping import (
     accumulated_gradient,
     clipping_settings,
     local_gradient_norms,
+    sum_norms_at_once,
 )
 from diffmegatron.optim.muon import flat_muon
 from diffmegatron.optim.partition import ExactValues, FrozenWeights, partition_of
@@ -81,6 +82,8 @@ class ZeroEngine:
                 mpu=ModelParallelUnit(),
                 dist_init_required=False,
             )
+        if parallel_state.pipeline_size > 1 and hasattr(self._optimizer, "scaled_global_norm"):
+            sum_norms_at_once(self._optimizer)
         self._reduction: GradientReduction | None = None
         shared = shared_parameters(network) if parallel_state.tensor_size > 1 else set()
         self._shared_gradients: list[Tensor] = []

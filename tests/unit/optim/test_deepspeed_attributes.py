@@ -52,6 +52,9 @@ OF_OPTIMIZERS = [
     Attribute("_get_param_partition_rank", (3,)),
     Attribute("_reassign_or_swap_out_partitioned_parameters", (3,)),
     Attribute("persistent_parameters", (3,), list),
+    # gradient_clipping.py
+    Attribute("scaled_global_norm", (1, 2)),
+    Attribute("_model_parallel_all_reduce", (1, 2)),
     # flat_gradients.py
     Attribute("_build_compact_grad_partition_buffer", (1, 2)),
     Attribute("_release_ipg_buffers", (1, 2)),
