@@ -20,13 +20,17 @@ class Initialization(Section):
     """Initial weights of projections, normally distributed with standard deviation ``std``.
 
     ``scaled`` divides ``std`` by sqrt(2 * num_layers) for ``linear_proj`` and ``linear_fc2``, as
-    GPT-2 and Megatron-core do. ``normal`` does not.
+    GPT-2 and Megatron-core do. ``normal`` does not. ``mup`` is ``scaled`` at the width
+    ``base_hidden_size``. Wider networks have smaller initial values and learning rates
+    (:mod:`diffmegatron.config.width_scaling`).
 
     By default, untied embeddings start with standard deviation 1 (docs/recipes.md has the reason).
     """
 
-    scheme: Literal["scaled", "normal"] = Field(
-        default="scaled", description="scaled: divide std by sqrt(2 num_layers) in output matrices"
+    scheme: Literal["scaled", "normal", "mup"] = Field(
+        default="scaled",
+        description="scaled: divide std by sqrt(2 num_layers) in output matrices; mup: and scale "
+        "initial values and learning rates with the width",
     )
     std: float = Field(default=0.02, gt=0, description="standard deviation of the matrices")
     embedding_std: float | None = Field(
@@ -34,6 +38,28 @@ class Initialization(Section):
         gt=0,
         description="standard deviation of the embedding; null: 1, or std with tied_embeddings",
     )
+    base_hidden_size: Size | None = Field(
+        default=None, description="hidden_size at which the settings were chosen; mup"
+    )
+    base_head_dim: Size | None = Field(
+        default=None, description="head_dim at which they were chosen; null: the model's; mup"
+    )
+
+    @model_validator(mode="after")
+    def _base_belongs_to_mup(self) -> Self:
+        if self.scheme == "mup":
+            if self.base_hidden_size is None:
+                raise ValueError(
+                    "model.initialization.scheme is 'mup', which needs base_hidden_size, the width "
+                    "at which learning rate and std were chosen"
+                )
+        elif self.base_hidden_size is not None or self.base_head_dim is not None:
+            raise ValueError(
+                "model.initialization has a base width and scheme "
+                f"{self.scheme!r}, which does not read it; give 'mup', or leave base_hidden_size "
+                "and base_head_dim out"
+            )
+        return self
 
 
 class RopeScaling(Section):

@@ -13,6 +13,7 @@ from diffmegatron.config.trainable_patterns import (
     check_trainable,
     without_replaced_patterns,
 )
+from diffmegatron.config.width_scaling import check_width_scaling
 
 
 class Recipe(RecipeSections):
@@ -31,6 +32,7 @@ class Recipe(RecipeSections):
         check_trainable(self)
         check_muon(self)
         check_fp8(self)
+        check_width_scaling(self)
         return self
 
     def _check_steps(self) -> None:

@@ -136,6 +136,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     - add LoRA,
     - change the keys in ``_FREE``, the windows and the ``free_keys`` of its attention,
     - have a kind of attention whose ``foundation`` has the kind of ``before``.
+
+    With muP, ``before`` must have the same base width.
     """
     attention = now.model.attention
     foundation = attention.foundation
@@ -151,6 +153,9 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     free = _FREE | {f"model.attention.{key}" for key in without_windows(attention).free_keys}
     if is_same_tokenizer(was["data.tokenizer"], is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
+    if now.model.initialization.scheme == "mup":
+        # The learning rates of muP fit only weights that began with it.
+        free -= {"model.initialization"}
     for key, value in is_now.items():
         is_new_lora = key == "model.lora" and was.get(key) is None
         if key not in free and not is_new_lora and was.get(key) != value:

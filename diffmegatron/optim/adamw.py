@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.tensors import network_tensors
+from diffmegatron.config.width_scaling import matrix_rate, width_factors
 from diffmegatron.model.network import declared_parameter
 from diffmegatron.model.parameter_shards import ParameterShards
 from diffmegatron.optim.muon import FlatMuon, muon_parameters
@@ -82,9 +84,11 @@ def _parameter_groups(shards: ParameterShards, recipe: Recipe) -> list[dict[str,
     """Group the trained parameters by optimizer, dtype, weight decay, frozen rows and factor.
 
     ZeRO flattens a group into one tensor. ``row_decay`` is the weight decay of the trained rows of
-    a parameter that also has frozen rows. ``lr_factor`` multiplies the learning rate.
+    a parameter that also has frozen rows. ``lr_factor`` multiplies the learning rate, and thereby
+    the weight decay of a step, except for the factor of muP.
     """
     muon = muon_parameters(shards, recipe)
+    tensors = {tensor.name: tensor for tensor in network_tensors(recipe.model)}
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for parameter, (shard, *_) in shards.items():
         if not parameter.requires_grad:
@@ -92,10 +96,13 @@ def _parameter_groups(shards: ParameterShards, recipe: Recipe) -> list[dict[str,
         decay = recipe.optimizer.weight_decay if _decays(shard.name, parameter, recipe) else 0.0
         by_rows, is_muon = hasattr(parameter, "trained_ranges"), parameter in muon
         factor = recipe.optimizer.muon_lr_factor if is_muon else 1.0
+        _, rate, epsilon = width_factors(tensors[shard.name], recipe.model)
+        rate = matrix_rate(recipe) if is_muon else rate
         settings = {
-            "weight_decay": 0.0 if by_rows else decay,
-            "row_decay": decay if by_rows else 0.0,
-            "lr_factor": factor * getattr(parameter, "lr_factor", 1.0),
+            "weight_decay": 0.0 if by_rows else decay / rate,
+            "row_decay": decay / rate if by_rows else 0.0,
+            "lr_factor": factor * getattr(parameter, "lr_factor", 1.0) * rate,
+            "eps": recipe.optimizer.eps * epsilon,
             "is_muon": is_muon,
         }
         key = (by_rows, parameter.dtype, *settings.values())

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.width_scaling import matrix_rate
 from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import export_problem
 from diffmegatron.model.accounting.hardware import ACCELERATORS, GPUS_PER_NODE
@@ -22,7 +23,7 @@ def warnings(
         *recipe.model.attention.warnings(
             recipe.model.hidden_size,
             count_parameters(recipe.model).without_embeddings,
-            recipe.optimizer.lr,
+            recipe.optimizer.lr * matrix_rate(recipe),
         ),
         *filter(None, [export_problem(recipe.model.attention, recipe.model.hidden_size)]),
         *_rotary_warnings(recipe),

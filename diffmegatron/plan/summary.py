@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.width_scaling import scaling_in_words
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
 from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds import exported_class
@@ -38,6 +39,7 @@ class Plan:
         exported_class: name of the Hugging Face class of an export; None if it will be refused.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
         served_cache_bytes_per_token: the same in a serving engine.
+        width_scaling: factors of muP for matrices of layers, in words; None without muP.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
@@ -55,6 +57,7 @@ class Plan:
     exported_class: str | None
     kv_cache_bytes_per_token: int
     served_cache_bytes_per_token: int
+    width_scaling: str | None
     baseline_num_heads: int
     baseline_parameters: int
     baseline_flops_per_token: Flops
@@ -133,6 +136,7 @@ def plan_recipe(
         exported_class=exported_class(attention, model.hidden_size),
         kv_cache_bytes_per_token=sum(n * each.kv_cache_bytes(element) for n, each in costs),
         served_cache_bytes_per_token=sum(n * each.served_cache_bytes(element) for n, each in costs),
+        width_scaling=scaling_in_words(recipe),
         baseline_num_heads=baseline.attention.num_heads,
         baseline_parameters=count_parameters(baseline).total,
         baseline_flops_per_token=count_flops(baseline, training.seq_length),

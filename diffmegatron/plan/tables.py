@@ -110,6 +110,8 @@ def _run_table(plan: Plan) -> Table:
         ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
         ("class of an export, unless of a pretrained model", plan.exported_class or "none"),
     ]
+    if plan.width_scaling is not None:
+        rows.append(("muP, matrices of layers", plan.width_scaling))
     if plan.exported_class is not None:
         served = f"{plan.served_cache_bytes_per_token:,} bytes"
         rows.append(("KV cache per token, in vLLM", served))

@@ -296,6 +296,20 @@ def test_cpu_step(tmp_path):
     assert row["tokens"] == 16 and row["turns"] >= 1
 
 
+def test_coordinates(tmp_path):
+    """Check that the logits of wider networks move further without muP, and hardly with it."""
+    out = tmp_path / "coordinates.json"
+    run("coordinates", "--widths", 32, 128, "--steps", 4, "--seeds", 1, "--out", out)
+    changes = json.loads(out.read_text())["changes"]
+    growth = {
+        scheme: wide / base
+        for scheme, found in changes.items()
+        for ((base, wide),) in (found["logits"],)
+    }
+    assert growth["scaled"] > 2 > growth["mup"]
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
 def test_startup(tmp_path, corpus, capsys, monkeypatch):
     """Check that the total in the report is the sum of the phases.
 

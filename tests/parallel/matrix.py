@@ -89,6 +89,8 @@ WINDOWS = (
     "num_kv_heads: 2}]",
 )
 MUON = ("optimizer.kind=muon",)
+# Networks have four base widths.
+MUP = ("model.initialization={scheme: mup, base_hidden_size: 16}",)
 # In models with two signal heads per noise head, each key-value head has two noise heads.
 DEEP = ("model.attention.num_heads=8", "model.num_layers=4", *DOCUMENTS)
 
@@ -105,8 +107,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gqa": TWO,
     "mha": ("model.attention.num_kv_heads=4",),
     "softmax": ("model.baseline=true", *Z_LOSS),
-    "tied": ("model.tied_embeddings=true", *Z_LOSS, *HEAD_GATE),
-    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN, *QK_NORM, *GATE),
+    "tied": ("model.tied_embeddings=true", *Z_LOSS, *HEAD_GATE, *MUP),
+    "deep": ("model.num_layers=4", "model.tied_embeddings=true", *YARN, *QK_NORM, *GATE, *MUP),
     # With document masks, context parallelism sends the two sequences of a microbatch one by one.
     "documents": (
         *DOCUMENTS,
@@ -128,7 +130,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "pattern": (*PATTERN, *TWO),
     "windows": (*WINDOWS, *TWO),
     "windows-documents": (*WINDOWS, *DOCUMENTS, *TWO),
-    "muon": (*MUON, "model.tied_embeddings=true"),
+    "muon": (*MUON, "model.tied_embeddings=true", *MUP),
     "muon-v2": (
         *MUON,
         *V2,

@@ -96,6 +96,15 @@ def _compare_dex(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/compare_dex/report.json"))
 
 
+def _coordinates(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", default="diff_v1", help="kind of attention")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "coordinates.json")
+
+
 def _cpu_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
     parser.add_argument("--seconds", type=float, default=15.0, help="CPU time per length")
@@ -309,6 +318,7 @@ _ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "checkpoint": _checkpoint,
     "chunks": _chunks,
     "compare_dex": _compare_dex,
+    "coordinates": _coordinates,
     "cpu_step": _cpu_step,
     "data": _data,
     "evaluation": _evaluation,

@@ -5,6 +5,7 @@ BENCHMARKS = {
     "checkpoint": "saving and loading compared with the disk, and the guard's cost per step",
     "chunks": "forward and backward pass of a pair of chunks in ring attention",
     "compare_dex": "DEX on a pretrained model compared with its controls",
+    "coordinates": "changes of outputs in the first steps at several widths, with and without muP",
     "cpu_step": "a training step on a CPU compared with a plain loop over transformers' DiffLlama",
     "data": "tokenizing, preparing in parts, loader, start-up and up-sampling",
     "evaluation": "answers to the requests of suites one at a time, in batches, and by lm-eval",

@@ -38,6 +38,7 @@ FEATURES = (
     "model.attention.output_gate=elementwise",
     "model.attention.output_gate=headwise",
     "model.rope_scaling.kind=yarn",
+    "model.initialization.scheme=mup",
     "model.tied_embeddings=true",
     "model.lora.rank=8",
     "data.reset_attention_mask=true",
@@ -73,6 +74,9 @@ _MORE = {
     ),
     "model.rope_scaling.kind=yarn": (
         "model.rope_scaling={kind: yarn, factor: 16, original_length: 256}",
+    ),
+    "model.initialization.scheme=mup": (
+        "model.initialization={scheme: mup, base_hidden_size: 256}",
     ),
     "model.lora.rank=8": ("model.lora={rank: 8, alpha: 16}",),
     "optimizer.trainable=[*.mlp.*]": ("optimizer.trainable=['*.mlp.*']",),
