@@ -18,6 +18,8 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "tools/README.md": "tools.md",
 }
+# Weight of a page in search results, by its section of the site or its file. Others have 1.
+_BOOSTS = {"Start": 2, "By task": 2, "Results": 0.5, "Decisions": 0.5, "reference/api.md": 0.1}
 _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 _SOURCES = {page: source for source, page in OUTSIDE.items()}
 # Roles of docstrings, such as :func:`train`.
@@ -53,6 +55,8 @@ def _files_beside(source: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page whose links lead to pages of the site, without links to other files."""
     name = page.file.src_uri
+    places = [name, *(section.title for section in page.ancestors)]
+    page.meta["search"] = {"boost": next((_BOOSTS[each] for each in places if each in _BOOSTS), 1)}
     source = _SOURCES.get(name, f"docs/{name}")
 
     def replaced(link: re.Match[str]) -> str:
