@@ -41,8 +41,8 @@ def train(
             is written.
 
     Returns:
-        True if the run is finished: trained, saved and evaluated. False if a stop signal, the job's
-        time limit or a hook stopped the run early. The same call then resumes the run.
+        True if the run is finished (trained, saved and evaluated). False if a stop signal, the
+        job's time limit or a hook stopped the run early. The same call then resumes the run.
 
     Raises:
         UserError: the recipe, data, layout and checkpoint do not fit together; the guard against
@@ -78,8 +78,8 @@ def export(
             training network.
 
     Returns:
-        None if ``verify`` is false. Otherwise a named tuple about the logits: the largest
-        difference (``absolute``, and ``relative`` to the largest logit), the accepted relative
+        None if ``verify`` is false, otherwise a named tuple. It has the largest difference of the
+        logits (``absolute``, and ``relative`` to the largest logit), the accepted relative
         difference (``tolerance``), and the ``reason`` for differences.
 
     Raises:

@@ -23,6 +23,7 @@ th, td { border: 1px solid #8888; padding: .25rem .6rem; text-align: left; font-
 thead th { font-weight: bold; }
 td, thead th + th { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; }
+p, li, h2 { overflow-wrap: anywhere; }
 """
 _NOTE = (
     "Intervals are 95% intervals of a bootstrap over the items. Differences are to the first "
@@ -92,7 +93,8 @@ def to_html(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
             parts.append(f"<p>Not run:</p><ul>{lines}</ul>")
     body = "\n".join(parts)
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Evaluation</title>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>Evaluation</title>'
         f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
     )
 

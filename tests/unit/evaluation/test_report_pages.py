@@ -48,6 +48,11 @@ def test_measures_of_few_items_are_marked_and_explained_once(write):
     assert "fewer than 10 items" not in enough
 
 
+def test_the_html_page_has_the_width_of_a_narrow_screen():
+    page = to_html(outcome({"m": estimate(1, 0.2)}), {})
+    assert '<meta name="viewport" content="width=device-width">' in page
+
+
 def cells(report: str, measure: str) -> list[str]:
     (line,) = (line for line in report.splitlines() if line.startswith(f"| {measure} "))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
