@@ -12,6 +12,7 @@ from diffmegatron.attention.kernels.registry import (
     OPS,
     Call,
     choose_backend,
+    find_backend,
     needed_features,
     why_not,
 )
@@ -123,15 +124,16 @@ def layer_backend(
         UserError: ``training.attention_backend`` is not a backend of the kind's operation, or it
             cannot run with this recipe on this device with these libraries.
     """
-    setting, known = recipe.training.attention_backend, BACKENDS[kind.operation]
+    setting = recipe.training.attention_backend
     call = attention_call(recipe, kind, device_type, chip)
     chosen = chosen_kernels(recipe, kind, device_type)
     if chosen is not None and why_not(chosen.attention, call, libraries) is None:
         return chosen.attention, chosen.origin
-    if setting != "auto" and setting not in known:
+    if setting != "auto" and find_backend(kind.operation, setting) is None:
         raise UserError(
             f"training.attention_backend {setting!r} does not compute {OPS[kind.operation]}, which "
-            f"the layers of kind {kind.kind!r} need; choose auto or {', '.join(known)}"
+            f"the layers of kind {kind.kind!r} need; choose auto or "
+            + ", ".join(BACKENDS[kind.operation])
         )
     try:
         return choose_backend(setting, call, libraries)
@@ -150,7 +152,7 @@ def chosen_kernels(
     if chosen.device != device_type or len(chosen.kinds) != len(kinds):
         return None
     found = chosen.kinds[kinds.index(kind)]
-    return found if found.attention in BACKENDS[kind.operation] else None
+    return found if find_backend(kind.operation, found.attention) else None
 
 
 def planned_backend(

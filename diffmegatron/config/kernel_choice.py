@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from diffmegatron.attention.kernels.registry import BACKENDS, Call, Op, choose_backend, why_not
+from diffmegatron.attention.kernels.registry import Call, Op, choose_backend, find_backend, why_not
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import (
     attention_call,
@@ -94,7 +94,7 @@ def _records_fit(recipe: RecipeSections) -> bool:
         return True
     names = [each.attention for each in recorded.kinds]
     return len(names) == len(kinds) and all(
-        name in BACKENDS[kind.operation] for name, kind in zip(names, kinds, strict=True)
+        find_backend(kind.operation, name) for name, kind in zip(names, kinds, strict=True)
     )
 
 

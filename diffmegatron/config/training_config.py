@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, find_backend
 from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size, SizeOrZero
 
 
 def _check_backend(name: str) -> str:
-    names = dict.fromkeys([*DIFFERENTIAL, *SOFTMAX])
-    if name != "auto" and name not in names:
+    if name != "auto" and not (find_backend("differential", name) or find_backend("softmax", name)):
+        names = dict.fromkeys([*DIFFERENTIAL, *SOFTMAX])
         raise PydanticCustomError(
             "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(names)}
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffmegatron.attention.costs import costs_of
-from diffmegatron.attention.kernels.registry import BACKENDS
+from diffmegatron.attention.kernels.registry import known_backend
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import (
     PLANNED_LIBRARIES,
@@ -273,7 +273,7 @@ def _attention_in_words(recipe: Recipe, kind: AttentionKind, hardware: Hardware)
         reason = f" ({chosen.origin})"
     elif recipe.training.attention_backend == "auto":
         reason = ", which auto chooses without FlashAttention's libraries"
-    hidden = BACKENDS[kind.operation][name].computes_hidden_pairs
+    hidden = known_backend(kind.operation, name).computes_hidden_pairs
     pairs = "pair, hidden ones too," if hidden else "visible pair"
     reached = f"{rates.forward:.0%} of the peak (assumed, optimistic)"
     if rates.is_measured:
@@ -309,7 +309,7 @@ def _flops(kind: AttentionKind, backend: str, shape: KernelShape) -> tuple[float
     """Return the FLOPs of a measured call of a backend: forward and backward."""
     work = costs_of(kind).work(backend, deterministic=shape.is_deterministic)
     share = shape.signal_heads / costs_of(kind).kernel_sizes(element=0, keys=0).signal_heads
-    if BACKENDS[kind.operation][backend].computes_hidden_pairs:
+    if known_backend(kind.operation, backend).computes_hidden_pairs:
         share *= 2
         shape = shape.model_copy(update={"window": None})
     forward, backward = (2 * each * share * shape.visible_pairs for each in work)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diffmegatron.attention.costs import costs_of
-from diffmegatron.attention.kernels.registry import BACKENDS
+from diffmegatron.attention.kernels.registry import known_backend
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.fp8_products import fp8_layers
 from diffmegatron.config.schema import Recipe
@@ -192,7 +192,7 @@ def _attention_work(recipe: Recipe, hardware: Hardware) -> tuple[float, float]:
         name = planned_backend(recipe, kind)
         rates = hardware.rates.of_attention(recipe, kind, name, hardware.gpu)
         costs, keys = costs_of(kind), float(recipe.training.seq_length)
-        if not BACKENDS[kind.operation][name].computes_hidden_pairs:
+        if not known_backend(kind.operation, name).computes_hidden_pairs:
             keys = costs.visible_keys(recipe.training.seq_length)
         keys *= count / recipe.model.num_layers
         once, back = costs.work(name, deterministic=recipe.training.deterministic)

@@ -91,11 +91,12 @@ def passes(trial: Trial, backend: str, grad: Tensor) -> Callable[[], tuple[float
     device = grad.device.type
 
     def sample() -> tuple[float, float]:
-        clear_cache(device)
-        forward, out = timed(lambda: trial.call(leaves, backend), device)
-        clear_cache(device)
-        inputs = list(leaves.values())
-        backward, _ = timed(lambda: torch.autograd.grad(out, inputs, grad), device)
+        with trial.sums():
+            clear_cache(device)
+            forward, out = timed(lambda: trial.call(leaves, backend), device)
+            clear_cache(device)
+            inputs = list(leaves.values())
+            backward, _ = timed(lambda: torch.autograd.grad(out, inputs, grad), device)
         return forward, backward
 
     return sample

@@ -5,7 +5,7 @@ heads, h_kv the number of key-value heads, and d the width of a query.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -22,8 +22,10 @@ from diffmegatron.attention.kernels.api import (
 )
 from diffmegatron.attention.kernels.installed_backends import call_of, importable_libraries
 from diffmegatron.attention.kernels.registry import BACKENDS, why_not
+from diffmegatron.attention.kernels.triton.block_sizes import other_configurations
 from diffmegatron.attention.kinds.two_maps import split_maps
 from diffmegatron.measurements.records import KernelShape
+from diffmegatron.parallel.deterministic import deterministic_algorithms
 
 # Backends that compute the equation literally in plain torch: of attention, and of subtraction.
 REFERENCE, _REFERENCE_SUBTRACTION = "reference", "pytorch"
@@ -72,6 +74,10 @@ class Trial:
                 yield rows, self.call(cut, _REFERENCE_SUBTRACTION)
             else:
                 yield rows, self._attend(cut, REFERENCE, offset + start)
+
+    def sums(self) -> AbstractContextManager[None]:
+        """Return a context in which sums have the order that the shape needs."""
+        return deterministic_algorithms() if self.shape.is_deterministic else nullcontext()
 
     def scaled_logits(self, factor: float) -> "Trial":
         """Return the trial with queries that are multiplied by a factor."""
@@ -201,13 +207,21 @@ def _two_maps(mixed: Tensor, signal: int, noise: int) -> dict[str, Tensor]:
 def usable_backends(shape: KernelShape, device: torch.device) -> list[str]:
     """Return the backends that can compute a shape here; on a GPU without the equations.
 
-    On a GPU the equations in plain torch would store all scores, and are never the fastest.
+    They include other configurations of the Triton kernels. On a GPU the equations in plain torch
+    would store all scores, and are never the fastest.
     """
     like = torch.empty(1, 1, 1, shape.head_dim, dtype=getattr(torch, shape.dtype), device=device)
     call = call_of(shape.operation, like, frozenset(shape.features))
     libraries = importable_libraries()
     names = [n for n in BACKENDS[shape.operation] if why_not(n, call, libraries) is None]
-    return [n for n in names if n != REFERENCE or not like.is_cuda]
+    names = [n for n in names if n != REFERENCE or not like.is_cuda]
+    configurable = [n for n in names if BACKENDS[shape.operation][n].configuration is not None]
+    others = other_configurations(
+        like,
+        grouped=0 < shape.noise_heads < shape.signal_heads,
+        deterministic=shape.is_deterministic,
+    )
+    return names + [f"{name}:{each}" for name in configurable for each in others]
 
 
 class _OneRank:

@@ -8,7 +8,6 @@ more, and may be at most four times that of the equation. A lambda or a weight i
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from diffmegatron.measurements.records import KernelShape
-from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.tuning.trials import Inputs, Trial, draw_trial, last_group, same_numbers
 
 TOLERANCE, SEGMENT_TOLERANCE = 2.0, 4.0
@@ -125,8 +123,7 @@ class _BitsError(Exception):
 def results(trial: Trial, backend: str, grad: Tensor) -> dict[str, Tensor]:
     """Return the result of a backend and its gradients by name, as in :class:`Check`."""
     leaves = {name: x.detach().requires_grad_() for name, x in trial.inputs.items()}
-    is_fixed = trial.shape.is_deterministic
-    with deterministic_algorithms() if is_fixed else nullcontext():
+    with trial.sums():
         out = trial.call(leaves, backend)
         found = torch.autograd.grad(out, list(leaves.values()), grad)
     return {"the result": out} | _named(leaves, found)

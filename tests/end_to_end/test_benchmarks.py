@@ -19,10 +19,10 @@ from tools.benchmarks import (
     compare_dex,
     data,
     evaluation,
+    kernel_resources,
     startup,
     startup_phases,
     study_text,
-    tune_attention,
 )
 from tools.benchmarks.__main__ import main
 from tools.benchmarks.command_line import parse
@@ -64,7 +64,11 @@ def test_help_does_not_import_torch():
 def test_choices_of_the_command_lines_exist():
     words = ["model", "--data-dir=sets", "--data=text", "--haystack=books"]
     assert parse("evaluation", words).parts == [*evaluation.PARTS]
-    assert parse("tune_attention", []).kernels == [*tune_attention.KERNELS]
+    arguments = parse("kernel_resources", [])
+    assert arguments.kernels == [*kernel_resources.KERNELS]
+    assert all(
+        parse("kernel_resources", ["--capability", str(each)]) for each in kernel_resources.COUNTED
+    )
     for source in study_text.SOURCES:
         assert parse("study_text", ["packages", "out", "--only", source]).only == source
 
@@ -183,19 +187,16 @@ def test_layer(tmp_path):
     assert "| 2 | diff_v2 |" in (tmp_path / "report.md").read_text()
 
 
-def test_tune_attention(tmp_path):
+def test_kernel_resources(tmp_path):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     run(
-        "tune_attention", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
+        "kernel_resources", "--kernels", "dq", "--head-dim", 64, "--rows", 128, "--keys", 64,
         "--warps", 8, "--stages", 2, "--licm", 0, "--name", tmp_path / "report",
     )  # fmt: skip
     (row,) = json.loads((tmp_path / "report.json").read_text())["kernels"]["dq"]
     assert row["work"] == 1
     assert row["shared_bytes"] > 64 * 1024
-    listed = ("--listed", tmp_path / "report.json", "--head-dim", 64, "--kernels", "dq")
-    run("tune_attention", *listed, "--name", tmp_path / "again")
-    (again,) = json.loads((tmp_path / "again.json").read_text())["kernels"]["dq"]
-    assert [again[name] for name in ("M", "N", "licm")] == [128, 64, False]
+    assert [row[name] for name in ("M", "N", "licm")] == [128, 64, False]
 
 
 def test_data(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from diffmegatron.attention.kernels.api import (
     subtract_noise,
 )
 from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.configuration import Configuration
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 
 pytestmark = pytest.mark.skipif(
@@ -122,7 +123,7 @@ def assert_equals_blocked(inputs, compute, norm=None, **options):
 def triton(*inputs, one_pass=False, norm=None, causal=True):
     """Run the Triton kernels with a one-pass or a split backward pass."""
     call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5], norm, causal=causal)
-    return DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
+    return DIFFERENTIAL["triton"].load().attend(call, Configuration(one_pass=one_pass))
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
@@ -281,9 +282,9 @@ def test_v2_on_every_runnable_backend_equals_blocked(backend, options):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_triton_with_one_map(width, dtype, one_pass):
     q, k, v, _ = draw_v2_inputs(1037, width=width, dtype=dtype)
-    module = DIFFERENTIAL["triton"].load()
+    module, form = DIFFERENTIAL["triton"].load(), Configuration(one_pass=one_pass)
     out, grads = value_and_grads(
-        lambda *x: module.attend(AttentionCall.checked(QKV.of(*x)), one_pass=one_pass), [q, k, v]
+        lambda *x: module.attend(AttentionCall.checked(QKV.of(*x)), form), [q, k, v]
     )
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     right, wanted = value_and_grads(lambda *x: softmax_attention(*x, backend="blocked"), exact)

@@ -23,10 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffmegatron.attention.kernels.api import diff_attention, softmax_attention
-from diffmegatron.attention.kernels.call import AttentionCall
 from diffmegatron.attention.kernels.costs import Sizes, triton_work
 from diffmegatron.attention.kernels.installed_backends import importable_libraries
-from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Call, why_not
 from diffmegatron.tuning.timing import timed
 from tools.benchmarks.json_report import write_json_report
@@ -83,18 +81,6 @@ def backends_to_time(arguments: argparse.Namespace) -> list[str]:
     return can_run
 
 
-def attend_by_triton(one_pass: bool, *inputs: Tensor) -> Tensor:
-    """Compute differential attention with the Triton kernels.
-
-    Args:
-        one_pass: whether the backward pass computes dQ in the same kernel as dK and dV.
-        inputs: q1, k1, q2, k2, v and lambda, where 1 and 2 are the two softmax maps.
-    """
-    call = AttentionCall.checked(QKV.of(*inputs[:5]), inputs[5])
-    out: Tensor = DIFFERENTIAL["triton"].load().attend(call, one_pass=one_pass)
-    return out
-
-
 def attend_by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the Transformer baseline's attention with one kernel of torch's SDPA."""
     with sdpa_kernel(kernel):
@@ -131,12 +117,9 @@ def build_forms(arguments: argparse.Namespace, backends: list[str], length: int)
             flash_attn_func = import_module("flash_attn").flash_attn_func
             forms["transformer_flash"] = (partial(flash_attn_func, causal=True), plain)
     for name in backends:
-        if name == "triton":
-            for form, one_pass in (("triton_split", False), ("triton_one_pass", True)):
-                function = partial(attend_by_triton, one_pass)
-                forms[form] = (function, diff)
-        else:
-            forms[name] = (partial(diff_attention, backend=name), diff)
+        configured = ("triton:split", "triton:one_pass") if name == "triton" else (name,)
+        for each in configured:
+            forms[each.replace(":", "_")] = (partial(diff_attention, backend=each), diff)
     return forms
 
 

@@ -214,6 +214,35 @@ def _gpu_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rehearse", action="store_true", help="use tiny sizes, on any machine")
 
 
+def _kernel_resources(parser: argparse.ArgumentParser) -> None:
+    kernels = ["forward", "dkdv", "dkdv_one_pass", "dq"]
+    capabilities = [80, 86, 87, 89, 90, 120, 121]
+    parser.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=capabilities,
+        default=90,
+        help="compute capability to compile for; default 90 (Hopper)",
+    )
+    parser.add_argument(
+        "--head-dim", type=int, choices=[64, 80, 96, 112, 128], default=128, help="d"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="M to try")
+    parser.add_argument("--keys", type=int, nargs="+", default=[32, 64, 128], help="N to try")
+    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--licm",
+        type=int,
+        nargs="+",
+        choices=[0, 1],
+        default=[0, 1],
+        help="loop-invariant code motion to try: without (0), with (1)",
+    )
+    parser.add_argument("--name", help="name of the result file; default: the chip and d")
+
+
 def _layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default=str(ROOT / "configs/diff_3b_1t.yaml"))
     parser.add_argument("--layers", type=int, nargs=2, default=[2, 4], help="the two depths")
@@ -281,37 +310,6 @@ def _study_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=sources, help="write this source alone")
 
 
-def _tune_attention(parser: argparse.ArgumentParser) -> None:
-    kernels = ["forward", "dkdv", "dkdv_one_pass", "dq"]
-    parser.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
-    parser.add_argument(
-        "--capability",
-        type=int,
-        help="without a GPU: compute capability to compile for; default 90 (Hopper)",
-    )
-    parser.add_argument(
-        "--head-dim", type=int, choices=[64, 80, 96, 112, 128], default=128, help="d"
-    )
-    parser.add_argument("--length", type=int, default=4096, help="tokens of the timed sequence")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="M to try")
-    parser.add_argument("--keys", type=int, nargs="+", default=[32, 64, 128], help="N to try")
-    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--licm",
-        type=int,
-        nargs="+",
-        choices=[0, 1],
-        default=[0, 1],
-        help="loop-invariant code motion to try: without (0), with (1)",
-    )
-    parser.add_argument("--listed", type=Path, help="earlier result whose best blocks to try")
-    parser.add_argument("--best", type=int, default=8, help="number of them per kernel")
-    parser.add_argument("--name", help="name of the result file; default: the chip and d")
-
-
 # For each benchmark, the function that adds its arguments.
 _ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attention": _attention,
@@ -323,6 +321,7 @@ _ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "data": _data,
     "evaluation": _evaluation,
     "gpu_report": _gpu_report,
+    "kernel_resources": _kernel_resources,
     "layer": _layer,
     "layer_operations": _layer_operations,
     "lm_eval_engine": _lm_eval_engine,
@@ -331,5 +330,4 @@ _ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "study_corpus": _study_corpus,
     "study_recall": _study_recall,
     "study_text": _study_text,
-    "tune_attention": _tune_attention,
 }

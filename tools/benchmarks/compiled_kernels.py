@@ -23,6 +23,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from diffmegatron.attention.kernels.api import HeadwiseNorm
 from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.configuration import Configuration
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton import block_sizes as triton_blocks
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
@@ -168,8 +169,9 @@ def compile_launches(
         norm = HeadwiseNorm(torch.ones(2 * head_dim), 1e-5, 0.2)
     documents = torch.tensor([0, 7, length]) if variant == "documents" else None
     call = AttentionCall.checked(maps, lambda_, norm, softmax_scale=0.1, cu_seqlens=documents)
+    configuration = Configuration(one_pass=one_pass)
     with pretended_gpu(capability) as kernels:
-        out = triton_attention.attend(call, one_pass=one_pass, target=target)
+        out = triton_attention.attend(call, configuration, target)
         out.backward(torch.zeros_like(out))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
 

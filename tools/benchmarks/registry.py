@@ -11,6 +11,7 @@ BENCHMARKS = {
     "evaluation": "answers to the requests of suites one at a time, in batches, and by lm-eval",
     "gpu_report": "what one GPU computes, how fast, and whether it is right, in nine minutes",
     "lm_eval_engine": "the suite lm-eval compared with lm-eval's own engine",
+    "kernel_resources": "resources of the Triton kernels with other block sizes, compiled only",
     "layer": "whole layers of several kinds of attention",
     "layer_operations": "operations and bytes of a layer without the attention kernels",
     "study": "many training runs from one study file, with intervals over seeds",
@@ -18,5 +19,4 @@ BENCHMARKS = {
     "study_recall": "generate the corpus of associative recall of the studies",
     "study_text": "collect the English text of the studies from public packages",
     "startup": "time from the command to the first step on a CPU, by phase",
-    "tune_attention": "block sizes of the Triton kernels, timed or compiled only",
 }

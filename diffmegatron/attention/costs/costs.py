@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from diffmegatron.attention.costs.layer_run import LayerRun
 from diffmegatron.attention.kernels.costs import FLOAT32, Sizes, ring_saved
-from diffmegatron.attention.kernels.registry import BACKENDS, DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import known_backend
 from diffmegatron.attention.kinds.kind import AttentionKind, window_in
 from diffmegatron.attention.kinds.layer import HEAD_NORM, OUTPUT_GATE, QK_NORMS
 
@@ -54,7 +54,7 @@ class Costs(Generic[Kind]):
         ``deterministic`` makes the backward pass sum in a fixed order, which can cost more.
         """
         sizes = self.kernel_sizes(element=2, keys=0)._replace(is_deterministic=deterministic)
-        return BACKENDS[self.kind.operation][backend].work(sizes)
+        return known_backend(self.kind.operation, backend).work(sizes)
 
     def kernel_sizes(self, element: int, keys: float) -> Sizes:
         """Return the sizes of the operation; ``element`` and ``keys`` are those of `LayerRun`."""
@@ -149,7 +149,7 @@ class Costs(Generic[Kind]):
 
     def _two_maps_bytes(self, run: LayerRun) -> tuple[float, float]:
         heads, sizes = self.kind.heads, self.kernel_sizes(run.element, run.keys)
-        outputs, backend = heads.output_channels, DIFFERENTIAL[run.backend]
+        outputs, backend = heads.output_channels, known_backend("differential", run.backend)
         if run.communication == "ring":
             core, saves_result, fuses_norm = float(ring_saved(sizes)), True, False
         else:
@@ -172,7 +172,7 @@ class Costs(Generic[Kind]):
 
     def _key_value_bytes(self, run: LayerRun, sizes: Sizes) -> float:
         """Return the bytes of the keys and values that differential attention saves."""
-        heads, backend = self.kind.heads, DIFFERENTIAL[run.backend]
+        heads, backend = self.kind.heads, known_backend("differential", run.backend)
         keys = run.element * heads.key_channels
         if run.communication == "ring" or backend.saves_values:
             return 2 * keys * run.key_shards

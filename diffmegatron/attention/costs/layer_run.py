@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diffmegatron.attention.kernels.costs import FLOAT32
-from diffmegatron.attention.kernels.registry import SOFTMAX, ContextCommunication
+from diffmegatron.attention.kernels.registry import ContextCommunication, known_backend
 from diffmegatron.attention.kinds.layer import Heads
 
 
@@ -52,7 +52,12 @@ class LayerRun:
         """True if the output of softmax attention is copied before the next operation."""
         if self.communication in ("all_gather", "ulysses"):
             return True
-        return self.has_mask and SOFTMAX[self.backend].saves_bias
+        return self._has_bias
+
+    @property
+    def _has_bias(self) -> bool:
+        """True if softmax attention receives its mask as a tensor."""
+        return self.has_mask and known_backend("softmax", self.backend).saves_bias
 
     def softmax_bytes(self, heads: Heads) -> tuple[float, float]:
         """Return the bytes per token that softmax attention saves, as (inputs, results).
@@ -61,7 +66,7 @@ class LayerRun:
         :attr:`copies_softmax_output` is true, a copy of the output.
         """
         queries, keys = self.element * heads.query_channels, self.element * heads.key_channels
-        if self.has_mask and SOFTMAX[self.backend].saves_bias and heads.queries > heads.keys:
+        if self._has_bias and heads.queries > heads.keys:
             # With a mask, torch copies keys and values for each query head in each call.
             inputs = queries + 2 * queries * self.keys_per_query
         else:

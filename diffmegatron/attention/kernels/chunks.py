@@ -41,7 +41,7 @@ def chunk_attention(
         and the log-sum-exp -inf.
     """
     call = AttentionCall.checked(maps, **options)
-    attention_with_lse = _chosen_backend(call, backend).load().attention_with_lse
+    attention_with_lse = _chosen_backend(call, backend).function("attention_with_lse")
     with torch.no_grad(), torch.autocast(maps.v.device.type, enabled=False):
         return [attention_with_lse(call, q, k) for q, k in zip(*maps[:2], strict=True)]
 
@@ -70,7 +70,7 @@ def chunk_gradients(
     """
     call = replace(AttentionCall.checked(maps, **options), lambda_=lambda_)
     _check_whole(grad, maps, lambda_, whole)
-    compute = _chosen_backend(call, backend).load().chunk_gradients
+    compute = _chosen_backend(call, backend).function("chunk_gradients")
     wide = torch.promote_types(maps.v.dtype, torch.float32)
     whole = whole._replace(lses=tuple(lse.to(wide) for lse in whole.lses))
     grad = grad.to(torch.promote_types(grad.dtype, maps.v.dtype))

@@ -38,29 +38,29 @@ Work = Callable[[Sizes], tuple[int, int]]
 Saved = Callable[[Sizes], float]
 
 
-def default_one_pass(head_dim: int, deterministic: bool) -> bool:
-    """Return whether Triton's backward pass computes dQ in the kernel of dK and dV by default.
+def is_one_pass(head_dim: int, deterministic: bool, configured: bool | None = None) -> bool:
+    """Return whether Triton's backward pass computes dQ in the kernel of dK and dV.
 
-    The kernel with all three gradients fits the registers only up to a head_dim of 64. It sums dQ
-    in an order that changes from run to run, so it is not deterministic.
+    `configured` is `Configuration.one_pass`. By default, a head_dim of at most 64 decides, because
+    the kernel with all three gradients fits the registers only up to that. It sums dQ in an order
+    that changes from run to run, so it is not deterministic.
     """
-    return head_dim <= 64 and not deterministic
+    return not deterministic and (head_dim <= 64 if configured is None else configured)
 
 
 def triton_work(sizes: Sizes, *, one_pass: bool | None = None) -> tuple[int, int]:
-    """Return the work of the Triton kernels; `one_pass=None` means `default_one_pass`.
+    """Return the work of the Triton kernels; `one_pass` is `Configuration.one_pass`.
 
-    With `one_pass`, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
+    In one pass, one backward kernel computes dQ, dK and dV. Otherwise dQ has its own kernel,
     and both kernels compute the scores and the gradient dP of the weights. Two maps share dP and
     the product for dV. With `sizes.is_grouped` the maps share nothing.
     """
-    if one_pass is None:
-        one_pass = default_one_pass(sizes.head_dim, sizes.is_deterministic)
+    once = is_one_pass(sizes.head_dim, sizes.is_deterministic, one_pass)
     if sizes.is_grouped:
-        return per_head((3, 3), (7, 7) if one_pass else (10, 10))(sizes)
+        return per_head((3, 3), (7, 7) if once else (10, 10))(sizes)
     if sizes.noise_heads:
-        return per_head((3, 3), (5, 5) if one_pass else (7, 7))(sizes)
-    return per_head((2, 0), (5, 0) if one_pass else (7, 0))(sizes)
+        return per_head((3, 3), (5, 5) if once else (7, 7))(sizes)
+    return per_head((2, 0), (5, 0) if once else (7, 0))(sizes)
 
 
 def per_head(forward: tuple[int, int], backward: tuple[int, int]) -> Work:

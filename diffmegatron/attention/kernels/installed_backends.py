@@ -7,7 +7,17 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .registry import BACKENDS, LIBRARIES, OPS, Backend, Call, Op, choose_backend, why_not
+from .registry import (
+    BACKENDS,
+    LIBRARIES,
+    OPS,
+    Backend,
+    Call,
+    Op,
+    choose_backend,
+    known_backend,
+    why_not,
+)
 from .wrappers import cudnn_graphs, flash, varlen
 
 log = logging.getLogger(__name__)
@@ -91,7 +101,7 @@ def installed_backend(backend: str, call: Call) -> Backend:
     if backend == "auto":
         where = f"{call.device}, {call.dtype}, d={call.head_dim}"
         log.info("%s on %s: %s (%s)", OPS[call.op], where, name, reason)
-    return BACKENDS[call.op][name]
+    return known_backend(call.op, name)
 
 
 def backend_table(

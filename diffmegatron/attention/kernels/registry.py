@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from . import costs
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .configuration import Configuration
 
 Op = Literal["differential", "softmax", "subtraction"]
 # Operations that compute the attention of a layer.
@@ -97,6 +95,7 @@ class Backend:
             `dtypes` and `head_dims` do not apply.
         entry: name of the module's function that computes the result. Its argument is an
             `AttentionCall`; for "subtraction" its arguments are heads and lambda.
+        configuration: configuration of the kernels, if the backend has several.
     """
 
     module: str
@@ -118,15 +117,17 @@ class Backend:
     fuses_norm: bool = False
     is_interpretable: bool = False
     entry: str = "attend"
+    configuration: Configuration | None = None
 
     def load(self) -> ModuleType:
         """Import and return the module of the backend."""
         return import_module(f".{self.module}", __package__)
 
-    def function(self) -> Callable[..., "Tensor"]:
-        """Return the function `entry` of the module."""
-        function: Callable[..., Tensor] = getattr(self.load(), self.entry)
-        return function
+    def function(self, name: str = "") -> Callable[..., Any]:
+        """Return a function of the module, by default `entry`, with the configuration."""
+        function: Callable[..., Any] = getattr(self.load(), name or self.entry)
+        configured = self.configuration
+        return function if configured is None else partial(function, configuration=configured)
 
 
 # Arguments that the differential and the softmax backend of a library have in common.
@@ -140,6 +141,7 @@ _triton_attention = partial(
     dtype_head_dims={"float32": (64, 80, 96, 112, 128)},
     library="triton",
     is_interpretable=True,
+    configuration=Configuration(),
 )
 _flash_attention = partial(
     Backend,
@@ -376,6 +378,40 @@ AUTO_ORDER: dict[Op, dict[str, tuple[str, ...]]] = {
 }
 
 
+def find_backend(op: Op, name: str) -> Backend | None:
+    """Return an operation's backend with this name, which may have a configuration, or None."""
+    base, colon, text = name.partition(":")
+    backend = BACKENDS[op].get(base)
+    if backend is None or not colon:
+        return backend
+    try:
+        configuration = Configuration.parse(text)
+    except ValueError:
+        return None
+    if backend.configuration is None:
+        return None
+    work = partial(costs.triton_work, one_pass=configuration.one_pass)
+    return replace(backend, configuration=configuration, work=work)
+
+
+def known_backend(op: Op, name: str) -> Backend:
+    """Return an operation's backend with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = find_backend(op, name)
+    if found is None:
+        names = ", ".join(BACKENDS[op])
+        raise ValueError(f"backend={name!r} is unknown; choose auto or {names}")
+    return found
+
+
+def base_name(name: str) -> str:
+    """Return a backend's name without its configuration."""
+    return name.partition(":")[0]
+
+
 def subtraction_backend(attention_backend: str) -> str:
     """Return the backend of DIFF V2's subtraction that goes with a backend of its attention.
 
@@ -383,7 +419,7 @@ def subtraction_backend(attention_backend: str) -> str:
     With any other backend of attention, the choice is "auto".
     """
     pairs = {"reference": "pytorch", "blocked": "pytorch", "triton": "triton"}
-    return pairs.get(attention_backend, "auto")
+    return pairs.get(base_name(attention_backend), "auto")
 
 
 def whole_sequence_backends(op: Op) -> frozenset[str]:
@@ -416,7 +452,7 @@ def why_not(name: str, call: Call, libraries: frozenset[str]) -> str | None:
     The reason is a clause without a subject, e.g. "needs a cuda device, got cpu". `libraries` are
     the usable optional libraries.
     """
-    backend = BACKENDS[call.op][name]
+    backend = known_backend(call.op, name)
     # Triton's interpreter runs on the CPU, without the limits of the GPU kernels.
     if backend.is_interpretable and os.environ.get("TRITON_INTERPRET") == "1":
         backend = replace(backend, devices=None, dtypes=None, head_dims=None, dtype_head_dims={})
@@ -475,8 +511,6 @@ def choose_backend(
                 return name, "; ".join([known[name].note, *passed_over])
             passed_over.append(f"not {name}: {reason}")
         raise ValueError(f"no attention backend can run on {call.device}: {'; '.join(passed_over)}")
-    if backend not in known:
-        raise ValueError(f"backend={backend!r} is unknown; choose auto or {', '.join(known)}")
     if reason := why_not(backend, call, libraries):
         raise ValueError(f"backend={backend!r} cannot run: it {reason}")
     return backend, "requested by name"

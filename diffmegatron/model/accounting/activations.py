@@ -4,7 +4,7 @@ from typing import Literal
 
 from diffmegatron.attention.costs import LayerRun, costs_of
 from diffmegatron.attention.kernels.costs import FLOAT32
-from diffmegatron.attention.kernels.registry import BACKENDS, ContextCommunication
+from diffmegatron.attention.kernels.registry import ContextCommunication, known_backend
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import planned_backend
 from diffmegatron.config.divisibility import choose_context_communication as chosen_communication
@@ -315,7 +315,7 @@ def attention_bytes_per_token(
         recomputes_core=recipe.recompute.granularity == "selective",
     )
     projected, core = (each / recipe.parallel.tensor for each in costs_of(kind).saved_bytes(run))
-    if run.has_mask and BACKENDS[kind.operation][run.backend].saves_bias:
+    if run.has_mask and known_backend(kind.operation, run.backend).saves_bias:
         core += run.element * run.keys
     return projected, core
 

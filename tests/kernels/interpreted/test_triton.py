@@ -23,11 +23,12 @@ from diffmegatron.attention.kernels.api import (
     softmax_attention,
     subtract_noise,
 )
+from diffmegatron.attention.kernels.configuration import BlockSizes
 from diffmegatron.attention.kernels.costs import Sizes
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.attention.kernels.triton import kernel_launch as launch
 from diffmegatron.attention.kernels.triton import subtraction_kernel as subtraction
-from diffmegatron.attention.kernels.triton.block_sizes import BlockSizes, ChipClass
+from diffmegatron.attention.kernels.triton.block_sizes import ChipClass
 from tests.kernels.loops import (
     loop_diff_attention,
     loop_diff_attention_v2,
@@ -57,7 +58,7 @@ def small_blocks(monkeypatch):
 def in_form(one_pass=False, target=ChipClass.LARGE):
     """Set the form of the backward pass (split or one pass) and the GPU to choose kernels for."""
     with ExitStack() as stack:
-        for name, value in (("default_one_pass", one_pass), ("target_of", target)):
+        for name, value in (("is_one_pass", one_pass), ("target_for", target)):
             stack.enter_context(mock.patch.object(launch, name, lambda *_, value=value: value))
         yield
 
@@ -106,6 +107,30 @@ def test_values_and_gradients(case, causal):
 def test_every_form_of_the_kernels(noise_heads, target, one_pass):
     inputs = make_inputs(rows=21, keys=37, heads=2, noise_heads=noise_heads, width=12)
     assert_close(*triton_and_reference(inputs, target=target, one_pass=one_pass), 1e-13)
+
+
+def test_a_backends_name_has_form_and_block_sizes(monkeypatch):
+    launched = []
+    constants = launch._constants
+
+    def remember(maps, blocks, problem):
+        launched.append((*blocks[:4], problem.one_pass))
+        return constants(maps, blocks, problem)
+
+    monkeypatch.setattr(launch, "_constants", remember)
+    torch.use_deterministic_algorithms(False)
+    inputs = make_inputs(rows=21, keys=37, heads=2, noise_heads=1, width=12)
+    expected = value_and_grads(lambda *x: diff_attention(*x, backend="reference"), inputs)
+    for name, forward, backward in (
+        ("triton:split+forward=32x16x2x1", (32, 16, 2, 1), [(16, 16, 4, 1), (16, 16, 4, 1)]),
+        ("triton:split+dkdv=16x32x4x2", (16, 16, 4, 1), [(16, 32, 4, 2), (16, 16, 4, 1)]),
+        ("triton:split+dq=64x16x4x1", (16, 16, 4, 1), [(16, 16, 4, 1), (64, 16, 4, 1)]),
+        ("triton:one_pass+dkdv=32x16x4x1", (16, 16, 4, 1), [(32, 16, 4, 1)]),
+    ):
+        found = value_and_grads(lambda *x, name=name: diff_attention(*x, backend=name), inputs)
+        assert_close(found, expected, 1e-13)
+        assert launched == [(*sizes, "one_pass" in name) for sizes in (forward, *backward)]
+        launched.clear()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -2,9 +2,11 @@
 
 import pytest
 
+from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.attention_backend import (
     attention_shape,
     layer_backend,
+    planned_backend,
     subtraction_shape,
 )
 from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
@@ -156,3 +158,20 @@ def test_recorded_kernels_of_other_kinds_are_chosen_again(tiny_recipe):
     assert choose_kernels(changed, here) == choose_kernels(tiny_recipe(), here)
     with pytest.raises(UserError, match="chosen_kernels in the checkpoint"):
         choose_kernels(tiny_recipe(), here._replace(saved=changed))
+
+
+def test_a_measured_configuration_is_chosen_recorded_and_planned(tiny_recipe):
+    recipe = tiny_recipe("training.precision=bf16", "model.attention.head_dim=128")
+    fast = "triton:one_pass+forward=64x64x4x3"
+    found = measured(recipe, right("triton", 2e-3), right(fast, 1e-3), wrong("triton:split"))
+    here = Surroundings("cuda", frozenset({"triton"}), found, chip=9)
+    saved = with_kernels(recipe, here)
+    (kept,) = saved.training.chosen_kernels.kinds
+    assert kept.attention == fast and kept.origin.startswith("fastest of 2 right backends")
+    (kind,) = saved.model.attention.kinds
+    assert layer_backend(saved, kind, "cuda", here.libraries, 9) == (fast, kept.origin)
+    again = choose_kernels(recipe, here._replace(measured=None, saved=saved))
+    assert again == (saved.training.chosen_kernels, ())
+    assert planned_backend(saved, kind) == fast
+    forward, backward = costs_of(kind).work(planned_backend(saved, kind))
+    assert backward / forward == 10 / 6

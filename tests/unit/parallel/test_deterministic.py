@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.call import AttentionCall
+from diffmegatron.attention.kernels.configuration import Configuration
 from diffmegatron.attention.kernels.maps import QKV
 from diffmegatron.attention.kernels.triton.kernel_launch import problem_of
 from diffmegatron.attention.kernels.wrappers.flash import plain_attention
@@ -55,11 +56,14 @@ def call_of(width: int) -> AttentionCall:
 @pytest.mark.parametrize(("width", "default"), [(64, True), (128, False)])
 def test_triton_is_never_one_pass_when_deterministic(width, default):
     def one_pass() -> bool:
-        return problem_of(call_of(width), one_pass=None, target=None).one_pass
+        return problem_of(call_of(width), Configuration()).one_pass
 
-    assert one_pass() is default
+    def configured() -> bool:
+        return problem_of(call_of(width), Configuration(one_pass=True)).one_pass
+
+    assert one_pass() is default and configured()
     with deterministic_algorithms():
-        assert one_pass() is False
+        assert one_pass() is False and configured() is False
 
 
 def test_the_deterministic_setting_is_passed_to_flash_libraries():

@@ -19,7 +19,7 @@ Attend = Callable[[AttentionCall], Tensor]
 class StandIn(Backend):
     """A backend with a given function."""
 
-    def function(self) -> Attend:
+    def function(self, name: str = "") -> Attend:
         return FUNCTIONS[self.entry]
 
 

@@ -1,30 +1,16 @@
 """Block sizes of the Triton kernels, as plain functions that need no GPU.
 
 The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80
-(docs/design/kernels.md). tools/benchmarks/tune_attention.py can time them, but none has been timed
-on a GPU. `head_dim` is the width of a query.
+(docs/design/kernels.md), and none has been timed on a GPU. `diffmegatron tune` times them beside
+those of :func:`other_configurations`. `head_dim` is the width of a query.
 """
 
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 
-
-class BlockSizes(NamedTuple):
-    """Block sizes of one kernel (M query rows, N keys), and the options of its compilation.
-
-    The kernel's loop loads tiles `num_stages - 1` iterations before their use. If `licm` is True,
-    the compiler moves loop-invariant code before the loop, and its results occupy registers in the
-    loop.
-    """
-
-    M: int
-    N: int
-    num_warps: int
-    num_stages: int
-    licm: bool = True
-
+from ..configuration import BlockSizes, Configuration
+from ..costs import is_one_pass
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -55,6 +41,15 @@ def target_of(dtype: torch.dtype, capability: tuple[int, int], head_dim: int = 1
         return ChipClass.HOPPER
     is_large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
     return ChipClass.LARGE if is_large else ChipClass.SMALL
+
+
+def target_for(q: torch.Tensor) -> ChipClass:
+    """Return the target for queries like `q`, `[..., head_dim]`.
+
+    CPU tensors run in Triton's interpreter, where blocks of all sizes fit.
+    """
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    return target_of(q.dtype, capability, q.shape[-1])
 
 
 def forward_blocks(head_dim: int, dtype: torch.dtype, target: ChipClass) -> BlockSizes:
@@ -99,3 +94,30 @@ def dq_blocks(
         is_large = grouped and head_dim > 64
         return BlockSizes(128, 64 if head_dim <= 64 else 32, 8, 2 if is_large else 3, licm=False)
     return BlockSizes(64, 32, 4, 2) if head_dim <= 64 else BlockSizes(32, 64, 4, 1)
+
+
+def other_configurations(
+    q: torch.Tensor, *, grouped: bool, deterministic: bool
+) -> list[Configuration]:
+    """Return the configurations that `tune` tries beside the default one, for queries like `q`.
+
+    Each differs from it in one way: by the other form of the backward pass, unless gradients must
+    be summed in a fixed order, or by half as many query rows in the blocks of one kernel. More of
+    these blocks fit a multiprocessor at once.
+    """
+    head_dim, dtype, target = q.shape[-1], q.dtype, target_for(q)
+    one_pass = is_one_pass(head_dim, deterministic)
+    kernels = {
+        "forward": forward_blocks(head_dim, dtype, target),
+        "dkdv": dkdv_blocks(head_dim, dtype, target, one_pass),
+    }
+    if not one_pass:
+        kernels["dq"] = dq_blocks(head_dim, dtype, target, grouped)
+    found = [] if deterministic else [Configuration(one_pass=not one_pass)]
+    for kernel, blocks in kernels.items():
+        if blocks.M > 16:
+            # In the kernel of dK and dV the warps divide the keys.
+            warps = blocks.num_warps if kernel == "dkdv" else blocks.num_warps // 2
+            sizes = (blocks.M // 2, blocks.N, warps, blocks.num_stages)
+            found.append(Configuration()._replace(**{kernel: sizes}))
+    return found

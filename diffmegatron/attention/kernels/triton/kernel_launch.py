@@ -17,13 +17,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import AttentionCall
-from ..costs import default_one_pass
+from ..configuration import BlockSizes, Configuration
+from ..costs import is_one_pass
 from ..maps import QKV
 from ..masks import AttentionMask
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .backward_preprocess import preprocess_kernel
-from .block_sizes import BlockSizes, ChipClass, dkdv_blocks, dq_blocks, forward_blocks, target_of
+from .block_sizes import ChipClass, dkdv_blocks, dq_blocks, forward_blocks, target_for
 from .forward import forward_kernel
 from .tiles import Config, Layout
 
@@ -36,13 +37,15 @@ MOST_HEADS = 65535
 class Problem(NamedTuple):
     """Settings that all kernels of one attention call share.
 
-    `triton_attention.attend` describes `one_pass` and `target`.
+    `one_pass` is True if the backward kernel of dK and dV also computes dQ, and
+    `triton_attention.attend` describes `target` and `configuration`.
     """
 
     softmax_scale: float
     mask: AttentionMask
     one_pass: bool
     target: ChipClass
+    configuration: Configuration
 
     @property
     def tma(self) -> bool:
@@ -55,7 +58,9 @@ class Problem(NamedTuple):
         return self.mask.cu_seqlens is not None or self.mask.window is not None
 
 
-def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | None) -> Problem:
+def problem_of(
+    call: AttentionCall, configuration: Configuration, target: ChipClass | None = None
+) -> Problem:
     """Return the settings for `call`; `triton_attention.attend` describes the arguments."""
     q = call.maps.queries[0]
     programs = q.shape[0] * _dq_heads(call.maps)
@@ -64,13 +69,11 @@ def problem_of(call: AttentionCall, one_pass: bool | None, target: ChipClass | N
             f"queries of shape {list(q.shape)} have {programs} heads in all; the triton backend "
             f"takes {MOST_HEADS} at once, batch times heads"
         )
-    if one_pass is None:
-        one_pass = default_one_pass(q.shape[-1], torch.are_deterministic_algorithms_enabled())
-    if target is None:
-        # CPU tensors run in Triton's interpreter, where blocks of all sizes fit.
-        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-        target = target_of(q.dtype, capability, q.shape[-1])
-    return Problem(call.scale, call.mask, one_pass, target)
+    one_pass = is_one_pass(
+        q.shape[-1], torch.are_deterministic_algorithms_enabled(), configuration.one_pass
+    )
+    target = target_for(q) if target is None else target
+    return Problem(call.scale, call.mask, one_pass, target, configuration)
 
 
 def launch_forward(
@@ -89,7 +92,8 @@ def launch_forward(
     """
     q, k, v = maps.queries[0], maps.keys[0], maps.v
     batch, length, heads, width = q.shape
-    blocks = forward_blocks(width, q.dtype, problem.target)
+    default = forward_blocks(width, q.dtype, problem.target)
+    blocks = problem.configuration.blocks("forward", default)
     norm_weight, normed, norm_eps, norm_scale = norm
     intervals = problem.mask.key_intervals(q.device) if problem.has_tables else (None, None)
     with on_device(q):
@@ -185,7 +189,8 @@ def launch_backward(
     strides = _strides(q, maps.queries[-1], k, v, grad, grad2)
     shared = (*strides, problem.softmax_scale, problem.softmax_scale * LOG2_E)
     with on_device(q):
-        blocks = dkdv_blocks(width, q.dtype, problem.target, problem.one_pass)
+        default = dkdv_blocks(width, q.dtype, problem.target, problem.one_pass)
+        blocks = problem.configuration.blocks("dkdv", default)
         intervals = mask.query_intervals(q.device) if has_tables else none
         dkdv_kernel[(triton.cdiv(key_length, blocks.N), batch * kv_heads)](
             *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,
@@ -199,7 +204,8 @@ def launch_backward(
                 for dq in dqs
             ]
         else:
-            blocks = dq_blocks(width, q.dtype, problem.target, ratio_of(maps) > 1)
+            default = dq_blocks(width, q.dtype, problem.target, ratio_of(maps) > 1)
+            blocks = problem.configuration.blocks("dq", default)
             intervals = mask.key_intervals(q.device) if has_tables else none
             dq_kernel[(triton.cdiv(length, blocks.M), batch * _dq_heads(maps))](
                 *_sources(maps, (grad, grad2), blocks, problem.tma), *rows,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..configuration import Configuration
 from ..first_order import first_order
 from ..maps import QKV, WholeAttention, map_gradients
 from .block_sizes import ChipClass
@@ -30,17 +31,21 @@ from .kernel_launch import (
     same_strides,
 )
 
+_DEFAULT = Configuration()
+
 
 def attend(
-    call: AttentionCall, *, one_pass: bool | None = None, target: ChipClass | None = None
+    call: AttentionCall,
+    configuration: Configuration = _DEFAULT,
+    target: ChipClass | None = None,
 ) -> Tensor:
     """Compute attention with one or two maps, and the headwise norm if the call has one.
 
-    With `one_pass`, the backward kernel of dK and dV also computes dQ. If it is None,
-    `costs.default_one_pass` decides. `target` determines the block sizes and how tiles are loaded.
-    If it is None, `block_sizes.target_of` chooses it for the GPU and the dtype of q.
+    By default `costs.is_one_pass` decides the form of the backward pass. `target` determines the
+    default block sizes and how tiles are loaded. If it is None, `block_sizes.target_for` chooses it
+    for q.
     """
-    problem = problem_of(call, one_pass, target)
+    problem = problem_of(call, configuration, target)
     v = call.maps.v
     if len(call.maps.queries) == 1:
         heads: Tensor = _OneMap.apply(problem, *call.maps.arguments())
@@ -56,15 +61,22 @@ def attend(
     return out
 
 
-def attention_with_lse(call: AttentionCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def attention_with_lse(
+    call: AttentionCall, q: Tensor, k: Tensor, configuration: Configuration = _DEFAULT
+) -> tuple[Tensor, Tensor]:
     """Return the output `[b, s, heads, e]` and natural log-sum-exp `[b, s, heads]` of one map."""
-    out, lse = _one_map(q, k, call.maps.v, problem_of(call, None, None))
+    out, lse = _one_map(q, k, call.maps.v, problem_of(call, configuration))
     return out, lse.transpose(1, 2) / LOG2_E
 
 
-def chunk_gradients(call: AttentionCall, grad: Tensor, whole: WholeAttention) -> QKV:
+def chunk_gradients(
+    call: AttentionCall,
+    grad: Tensor,
+    whole: WholeAttention,
+    configuration: Configuration = _DEFAULT,
+) -> QKV:
     """Return the contribution of a chunk of keys to the gradients (see `api.chunk_gradients`)."""
-    maps, lambda_, problem = _loadable(call.maps), call.lambda_, problem_of(call, None, None)
+    maps, lambda_, problem = _loadable(call.maps), call.lambda_, problem_of(call, configuration)
     lses = [by_head(lse * LOG2_E) for lse in whole.lses]
     deltas = [by_head(delta) for delta in whole.deltas(grad, lambda_)]
     grads = [grad]
