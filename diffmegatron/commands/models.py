@@ -50,12 +50,14 @@ def plan(
     from diffmegatron import plan as planning
     from diffmegatron.attention.kinds.dex import assumptions
     from diffmegatron.config.load import load_stages
+    from diffmegatron.data.index.corpus_manifest import with_document_mask
 
     if rehearse and (as_json or search is not None):
         raise UserError("--rehearse runs a layout; drop --search and --json")
     if search is not None and gpus is not None:
         raise UserError(f"--search {search} ranks layouts of that many GPUs; drop --gpus {gpus}")
-    stages = load_stages(config, overrides or [], allow_missing_files=True)
+    loaded = load_stages(config, overrides or [], allow_missing_files=True)
+    stages = [with_document_mask(stage) for stage in loaded]
     # Standard output may be JSON, so print assumptions about missing files to standard error.
     kinds = [kind for stage in stages for kind in stage.model.attention.kinds]
     for sentence in dict.fromkeys(assumptions(kinds)):
@@ -90,6 +92,7 @@ def tune(
     Example: diffmegatron tune configs/quickstart.yaml
     """
     from diffmegatron.config.load import load_stages
+    from diffmegatron.data.index.corpus_manifest import with_document_mask
     from diffmegatron.parallel.launcher import read_launch
     from diffmegatron.tuning import tune as tuning
     from diffmegatron.tuning.tables import print_tuned
@@ -99,7 +102,7 @@ def tune(
     if not paths:
         raise UserError("tune has overrides and no recipe; give a recipe such as quickstart.yaml")
     stages = [
-        tuning.with_document_mask(stage)
+        with_document_mask(stage)
         for path in paths
         for stage in load_stages(path, overrides, allow_missing_files=True)
     ]

@@ -20,7 +20,7 @@ from diffmegatron.attention.kinds.kind import AttentionKind, window_in
 from diffmegatron.attention.kinds.layer import HEAD_NORM
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.recipe_sections import RecipeSections
-from diffmegatron.config.training_config import KindKernels
+from diffmegatron.config.training_config import KindKernels, LossKernel, even_chunk
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.records import KernelShape
 
@@ -108,6 +108,23 @@ def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShap
     )
 
 
+def loss_shape(recipe: RecipeSections) -> KernelShape:
+    """Return the shape of the loss of a rank's tokens, or of a chunk of them."""
+    training, parallel = recipe.training, recipe.parallel
+    positions = training.seq_length // parallel.context
+    if training.loss_chunk is not None:
+        positions = even_chunk(positions, training.loss_chunk)
+    return KernelShape(
+        operation="loss",
+        dtype=run_dtype(recipe),
+        batch=1,
+        length=training.micro_batch_size * positions,
+        head_dim=recipe.model.vocab_size // parallel.tensor,
+        signal_heads=1,
+        kv_heads=1,
+    )
+
+
 def layer_backend(
     recipe: RecipeSections,
     kind: AttentionKind,
@@ -153,6 +170,14 @@ def chosen_kernels(
         return None
     found = chosen.kinds[kinds.index(kind)]
     return found if find_backend(kind.operation, found.attention) else None
+
+
+def chosen_loss(recipe: RecipeSections, device_type: str) -> LossKernel:
+    """Return the kernel of the loss that ``auto`` chose in this run, or "auto"."""
+    chosen = recipe.training.chosen_kernels
+    is_chosen = chosen is not None and chosen.device == device_type
+    is_auto = recipe.training.attention_backend == "auto"
+    return chosen.loss if chosen is not None and is_chosen and is_auto else "auto"
 
 
 def planned_backend(

@@ -2,12 +2,13 @@
 
 from typing import NamedTuple
 
-from diffmegatron.attention.kernels.registry import Call, Op, choose_backend, find_backend, why_not
+from diffmegatron.attention.kernels.registry import Call, choose_backend, find_backend, why_not
 from diffmegatron.attention.kinds.kind import AttentionKind
 from diffmegatron.config.attention_backend import (
     attention_call,
     attention_shape,
     layer_backend,
+    loss_shape,
     subtraction_shape,
 )
 from diffmegatron.config.recipe_sections import RecipeSections
@@ -80,7 +81,8 @@ def choose_kernels(recipe: RecipeSections, here: Surroundings) -> Choice:
     lines = list(dict.fromkeys(lines))
     if not kinds:
         return Choice(None, tuple(lines))
-    chosen = ChosenKernels.model_validate({"device": here.device, "kinds": kinds})
+    values = {"device": here.device, "kinds": kinds, "loss": _loss(recipe, here)}
+    chosen = ChosenKernels.model_validate(values)
     return Choice(chosen, tuple(lines))
 
 
@@ -180,6 +182,20 @@ def _subtraction(recipe: RecipeSections, kind: AttentionKind, here: Surroundings
     return _first(call, here) if _wrong("subtraction", shape.dtype, here) else "auto"
 
 
+def _loss(recipe: RecipeSections, here: Surroundings) -> str:
+    """Return the kernel of the loss: that of the checkpoint, or the fastest that is right.
+
+    Without a measurement of the shape, it is "auto", unless the Triton kernel was wrong here.
+    """
+    before = (here.saved or recipe).training.chosen_kernels
+    if before is not None and before.device == here.device:
+        return before.loss
+    shape = loss_shape(recipe)
+    fastest = None if here.saved else _fastest(shape, here)
+    is_wrong = "triton" in _wrong("loss", shape.dtype, here)
+    return fastest or ("megatron" if is_wrong else "auto")
+
+
 def _fastest(shape: KernelShape, here: Surroundings) -> str | None:
     """Return the fastest right backend that can run; None if the shape was not measured."""
     found = None if here.measured is None else here.measured.of_shape(shape)
@@ -196,7 +212,7 @@ def _first(call: Call, here: Surroundings) -> str:
         raise UserError(f"training.attention_backend: {error}") from None
 
 
-def _wrong(op: Op, dtype: str, here: Surroundings) -> frozenset[str]:
+def _wrong(op: str, dtype: str, here: Surroundings) -> frozenset[str]:
     """Return the backends that were wrong on this machine for any shape of this dtype."""
     return frozenset(
         each.backend

@@ -36,12 +36,19 @@ class KindKernels(Section):
     origin: str = Field(max_length=1024, description="measurement or order behind the choice")
 
 
+# Kernels of the loss: this package's, and Megatron-core's. "auto" is the first that can run.
+LossKernel = Literal["auto", "triton", "megatron"]
+
+
 class ChosenKernels(Section):
     """Kernels that ``auto`` chose for a run; a resumed run keeps them, for the same bits."""
 
     device: Literal["cuda", "cpu"] = Field(description="device on which they were chosen")
     kinds: tuple[KindKernels, ...] = Field(
         max_length=64, description="one entry per entry of model.attention"
+    )
+    loss: LossKernel = Field(
+        default="auto", description="kernel of the loss; auto: triton on a GPU that has it"
     )
 
 

@@ -21,12 +21,12 @@ class KernelShape(Section):
     """Properties of a call that determine which implementations are right, and how fast they are.
 
     Attributes:
-        operation: operation of the call.
+        operation: operation of the call; "loss" is the cross-entropy of a chunk of tokens.
         dtype: torch's name of the inputs' dtype, such as "bfloat16".
         batch: sequences of a call.
         length: queries of a call, per sequence.
-        keys: keys of a call, per sequence, at least as many as queries; 0 of a subtraction.
-        head_dim: width of a query.
+        keys: keys of a call, per sequence, at least as many as queries; 0 of a subtraction or loss.
+        head_dim: width of a query; of a loss, ids in a rank's shard of the vocabulary.
         signal_heads: query heads of the first map on this rank, or signal heads of a subtraction.
         noise_heads: query heads of the second map, or noise heads; 0 with one map.
         kv_heads: key-value heads on this rank.
@@ -36,7 +36,7 @@ class KernelShape(Section):
         is_deterministic: whether gradients must be summed in a fixed order.
     """
 
-    operation: Op
+    operation: Op | Literal["loss"]
     dtype: str
     batch: Size
     length: Size
@@ -69,7 +69,7 @@ class KernelShape(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        if self.operation != "subtraction" and self.keys < self.length:
+        if self.operation not in ("subtraction", "loss") and self.keys < self.length:
             raise ValueError(f"keys {self.keys} is below length {self.length}")
         return self
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
-from diffmegatron.config.attention_backend import chosen_kernels, layer_backend
+from diffmegatron.config.attention_backend import chosen_kernels, chosen_loss, layer_backend
 from diffmegatron.config.divisibility import choose_context_communication
 from diffmegatron.config.parallel_config import RecomputeConfig
 from diffmegatron.config.schema import Recipe
@@ -129,6 +129,7 @@ def _build_virtual_stage(
         rope_scaling=model.rope_scaling,
         loss_chunk=recipe.training.loss_chunk,
         z_loss=recipe.training.z_loss,
+        loss_kernel=chosen_loss(recipe, parallel_state.device.type),
         tied_embeddings=model.tied_embeddings,
         pre_process=parallel_state.is_first_stage and number == 0,
         post_process=parallel_state.is_last_stage and number == stages - 1,

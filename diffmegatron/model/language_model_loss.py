@@ -9,6 +9,7 @@ context-parallel rank, and v the size of this tensor-parallel rank's vocabulary 
 """
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,20 +23,25 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from diffmegatron.config.training_config import even_chunk
+from diffmegatron.config.training_config import LossKernel, even_chunk
 
 
 def cross_entropy(
-    labels: Tensor, logits: Tensor, group: ProcessGroup, unpadded_size: int, z_loss: float
+    labels: Tensor,
+    logits: Tensor,
+    group: ProcessGroup | None,
+    unpadded_size: int,
+    z_loss: float,
+    kernel: LossKernel = "auto",
 ) -> Tensor:
     """Return the loss of each token, [terms, b, s], from labels [b, s] and logits [s, b, v].
 
     The logits may be overwritten. The softmax covers the vocabulary shards of all ranks of
-    ``group``, and excludes vocabulary padding, which begins at index ``unpadded_size`` of the
-    shard. ``z_loss`` is the coefficient of the z-loss; 0 for none. Megatron-core's cross-entropy
-    runs where the Triton kernel cannot run.
+    ``group`` (None: of one rank), and excludes vocabulary padding, which begins at index
+    ``unpadded_size`` of the shard. ``z_loss`` is the coefficient of the z-loss; 0 for none. With
+    the ``kernel`` "auto", Megatron-core's cross-entropy runs where the Triton kernel cannot run.
     """
-    if _has_kernel(logits):
+    if kernel == "triton" or (kernel == "auto" and _has_kernel(logits)):
         from diffmegatron.model import cross_entropy_kernel
 
         losses, log_total = cross_entropy_kernel.cross_entropy(
@@ -53,7 +59,8 @@ def cross_entropy(
     if not z_loss:
         losses = vocab_parallel_cross_entropy(logits, labels)
         return losses.T.contiguous()
-    logits, of_label = _LabelLogits.apply(logits, labels - group.rank() * logits.shape[-1])
+    rank = 0 if group is None else group.rank()
+    logits, of_label = _LabelLogits.apply(logits, labels - rank * logits.shape[-1])
     losses = vocab_parallel_cross_entropy(logits, labels)
     log_total = losses + reduce_from_tensor_model_parallel_region(of_label, group=group)
     return torch.stack([losses, z_loss * log_total.square()]).mT.contiguous()
@@ -86,7 +93,16 @@ class _LabelLogits(torch.autograd.Function):
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    return logits.is_cuda and importlib.util.find_spec("triton") is not None
+    """Return whether the Triton kernel can run: on a GPU, and in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def loss_kernels(device: torch.device) -> list[LossKernel]:
+    """Return the kernels of the loss that can run on a device."""
+    names: list[LossKernel] = ["triton", "megatron"]
+    return names if _has_kernel(torch.empty(0, device=device)) else names[1:]
 
 
 def chunked_losses(
@@ -99,6 +115,7 @@ def chunked_losses(
     sequence_parallel: bool,
     unpadded_size: int,
     z_loss: float,
+    kernel: LossKernel = "auto",
 ) -> Tensor:
     """Return the loss of each token, [terms, b, s], computed in chunks of positions.
 
@@ -116,10 +133,11 @@ def chunked_losses(
         group: tensor-parallel ranks.
         unpadded_size: number of ids in this rank's vocabulary shard that are not padding.
         z_loss: coefficient of the z-loss; 0 for none.
+        kernel: kernel of the loss, as in :func:`cross_entropy`.
     """
     shards = group.size() if sequence_parallel else 1
     length = even_chunk(hidden.shape[0], -(-size // shards))
-    chunks = _Chunks(length, group, shards, unpadded_size, z_loss)
+    chunks = _Chunks(length, group, shards, unpadded_size, z_loss, kernel)
     losses: Tensor = _ChunkedLosses.apply(chunks, labels, hidden, weight)
     return losses
 
@@ -132,6 +150,7 @@ class _Chunks(NamedTuple):
     shards: int
     unpadded_size: int
     z_loss: float
+    kernel: LossKernel
 
     def ranges(self, hidden: Tensor) -> Iterator[slice]:
         """Yield the range of each chunk within this rank's hidden states."""
@@ -148,9 +167,10 @@ class _Chunks(NamedTuple):
     def losses(self, labels: Tensor, own: slice, logits: Tensor) -> Tensor:
         """Return a chunk's losses, [terms, b, shards, positions of a shard]."""
         own_labels = self.by_shard(labels)[..., own].flatten(1)
-        return self.by_shard(
-            cross_entropy(own_labels, logits, self.group, self.unpadded_size, self.z_loss)
+        found = cross_entropy(
+            own_labels, logits, self.group, self.unpadded_size, self.z_loss, self.kernel
         )
+        return self.by_shard(found)
 
     def logits_gradient(self, labels: Tensor, own: slice, logits: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of a chunk's logits, [tokens, v].

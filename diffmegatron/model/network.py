@@ -25,6 +25,7 @@ from torch import Tensor, distributed
 
 from diffmegatron.attention.kinds.kind import Parameter
 from diffmegatron.config.model_config import ModelConfig, RopeScaling
+from diffmegatron.config.training_config import LossKernel
 from diffmegatron.model.language_model_loss import chunked_losses, cross_entropy
 from diffmegatron.model.layers.fp8 import checkpoint, layer_context, pass_context
 from diffmegatron.model.layers.rotary import rotary_angles
@@ -45,6 +46,7 @@ class VirtualStage(LanguageModule):
         loss_chunk: number of positions, in each of the b sequences, whose logits are in memory at
             the same time; None for all.
         z_loss: coefficient of the z-loss in training mode; 0 for none.
+        loss_kernel: kernel of the loss.
         pre_process, post_process: whether this is the network's first or last virtual stage.
         vp_stage: index of the virtual stage on this rank; None without interleaving.
     """
@@ -61,6 +63,7 @@ class VirtualStage(LanguageModule):
         rope_scaling: RopeScaling | None = None,
         loss_chunk: int | None = None,
         z_loss: float = 0.0,
+        loss_kernel: LossKernel = "auto",
         tied_embeddings: bool = False,
         pre_process: bool = True,
         post_process: bool = True,
@@ -70,7 +73,7 @@ class VirtualStage(LanguageModule):
         self.model_type, self.vp_stage = ModelType.encoder_or_decoder, vp_stage
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = tied_embeddings
-        self.loss_chunk, self.z_loss = loss_chunk, z_loss
+        self.loss_chunk, self.z_loss, self.loss_kernel = loss_chunk, z_loss, loss_kernel
         shard_size = vocab_size // self.tp_group.size()
         tokens = vocab_size - vocab_padding - self.tp_group.rank() * shard_size
         # Number of ids in this rank's vocabulary shard that are not padding.
@@ -151,7 +154,12 @@ class VirtualStage(LanguageModule):
         z_loss = self.z_loss if self.training else 0.0
         if self.loss_chunk is None:
             return cross_entropy(
-                labels, self._logits(hidden), self.tp_group, self.unpadded_size, z_loss
+                labels,
+                self._logits(hidden),
+                self.tp_group,
+                self.unpadded_size,
+                z_loss,
+                self.loss_kernel,
             )
         losses: Tensor = self.output_layer(
             hidden,
@@ -164,6 +172,7 @@ class VirtualStage(LanguageModule):
                 sequence_parallel=self.config.sequence_parallel,
                 unpadded_size=self.unpadded_size,
                 z_loss=z_loss,
+                kernel=self.loss_kernel,
             ),
         )
         return losses

@@ -21,6 +21,7 @@ from diffmegatron.config.attention_backend import (
 )
 from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.cache import measurements_here
 from diffmegatron.measurements.machine import cpu_name
@@ -28,7 +29,6 @@ from diffmegatron.measurements.records import KernelShape
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 from diffmegatron.tuning.trials import draw_trial, same_numbers
-from diffmegatron.tuning.tune import with_document_mask
 
 # Value of a computation whose repetitions have different bits.
 UNSTEADY = -1

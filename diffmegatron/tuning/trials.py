@@ -24,7 +24,9 @@ from diffmegatron.attention.kernels.installed_backends import call_of, importabl
 from diffmegatron.attention.kernels.registry import BACKENDS, why_not
 from diffmegatron.attention.kernels.triton.block_sizes import other_configurations
 from diffmegatron.attention.kinds.two_maps import split_maps
+from diffmegatron.config.training_config import LossKernel
 from diffmegatron.measurements.records import KernelShape
+from diffmegatron.model.language_model_loss import cross_entropy, loss_kernels
 from diffmegatron.parallel.deterministic import deterministic_algorithms
 
 # Backends that compute the equation literally in plain torch: of attention, and of subtraction.
@@ -41,7 +43,7 @@ class Trial:
     Attributes:
         shape: shape of the call.
         inputs: inputs by name, with the strides of training: q1, k1, q2, k2, v, lambda and norm;
-            q, k and v; or heads and lambdas.
+            q, k and v; heads and lambdas; or logits [1, tokens, 1, ids].
         documents: boundaries of packed documents, or None.
     """
 
@@ -50,7 +52,9 @@ class Trial:
     documents: tuple[int, ...] | None
 
     def call(self, inputs: Inputs, backend: str) -> Tensor:
-        """Return the result of a backend, [b, s, h, width of a value]."""
+        """Return the result of a backend, [b, s, h, width of a value]; of a loss the width is 1."""
+        if self.shape.operation == "loss":
+            return _loss(inputs["logits"], 0, backend)
         if self.shape.operation == "subtraction":
             return subtract_noise(inputs["heads"], inputs["lambdas"], backend=backend)
         if self._is_ring:
@@ -70,7 +74,9 @@ class Trial:
         for start in range(0, length, most_rows):
             rows = slice(start, min(start + most_rows, length))
             cut = {name: x[:, rows] if _has_rows(name) else x for name, x in inputs.items()}
-            if self.shape.operation == "subtraction":
+            if self.shape.operation == "loss":
+                yield rows, _loss(cut["logits"], start, REFERENCE)
+            elif self.shape.operation == "subtraction":
                 yield rows, self.call(cut, _REFERENCE_SUBTRACTION)
             else:
                 yield rows, self._attend(cut, REFERENCE, offset + start)
@@ -80,9 +86,9 @@ class Trial:
         return deterministic_algorithms() if self.shape.is_deterministic else nullcontext()
 
     def scaled_logits(self, factor: float) -> "Trial":
-        """Return the trial with queries that are multiplied by a factor."""
-        queries = {name: factor * x for name, x in self.inputs.items() if name.startswith("q")}
-        return replace(self, inputs={**self.inputs, **queries})
+        """Return the trial with queries, or a loss's logits, that are multiplied by a factor."""
+        scaled = {n: factor * x for n, x in self.inputs.items() if n.startswith(("q", "logits"))}
+        return replace(self, inputs={**self.inputs, **scaled})
 
     def last_group(self) -> "Trial":
         """Return the trial with the last sequence and the last group of heads only."""
@@ -141,6 +147,8 @@ def _draw(shape: KernelShape, device: torch.device) -> Trial:
             {"heads": normal(shape.batch, shape.length, heads, shape.head_dim), "lambdas": lambdas},
             None,
         )
+    if shape.operation == "loss":
+        return Trial(shape, {"logits": normal(1, shape.length, 1, shape.head_dim)}, None)
     chunks = 2 if "chunks" in shape.features else 1
     queries, keys = chunks * shape.length, chunks * shape.keys
     signal, noise = (n // shape.kv_heads for n in (shape.signal_heads, shape.noise_heads))
@@ -204,12 +212,32 @@ def _two_maps(mixed: Tensor, signal: int, noise: int) -> dict[str, Tensor]:
     )
 
 
+def _loss(logits: Tensor, first: int, kernel: str) -> Tensor:
+    """Return the losses [1, tokens, 1, 1] of logits [1, tokens, 1, ids], the last id padding.
+
+    ``first`` is the number of the first token, which determines its label. The kernel "reference"
+    is torch's function, which computes in float32 or wider.
+    """
+    _, tokens, _, size = logits.shape
+    labels = (7919 * torch.arange(first, first + tokens, device=logits.device) + 3) % (size - 1)
+    if kernel == REFERENCE:
+        wide = logits[0, :, 0, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+        losses = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+    else:
+        named = cast(LossKernel, kernel)
+        # The kernels overwrite the logits.
+        (losses,) = cross_entropy(labels[None], logits[0].clone(), None, size - 1, 0.0, named)
+    return losses[None, :, None, None]
+
+
 def usable_backends(shape: KernelShape, device: torch.device) -> list[str]:
     """Return the backends that can compute a shape here; on a GPU without the equations.
 
     They include other configurations of the Triton kernels. On a GPU the equations in plain torch
     would store all scores, and are never the fastest.
     """
+    if shape.operation == "loss":
+        return [*loss_kernels(device)]
     like = torch.empty(1, 1, 1, shape.head_dim, dtype=getattr(torch, shape.dtype), device=device)
     call = call_of(shape.operation, like, frozenset(shape.features))
     libraries = importable_libraries()
@@ -236,7 +264,7 @@ class _OneRank:
 
 def _has_rows(name: str) -> bool:
     """Return whether dimension 1 of an input has the rows of the result."""
-    return name in ("q", "q1", "q2", "heads", "lambdas")
+    return name in ("q", "q1", "q2", "heads", "lambdas", "logits")
 
 
 def _heads(inputs: Inputs) -> list[Tensor]:

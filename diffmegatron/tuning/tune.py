@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from diffmegatron.config.attention_backend import attention_shape, subtraction_shape
+from diffmegatron.config.attention_backend import attention_shape, loss_shape, subtraction_shape
+from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import packed_conversations
 from diffmegatron.errors import UserError
 from diffmegatron.file_lock import FileLock
 from diffmegatron.files import format_path
@@ -37,6 +36,7 @@ from diffmegatron.measurements.records import (
 from diffmegatron.model.accounting.parameters import counted_kinds
 from diffmegatron.parallel.default_group import default_group, own_device
 from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.monitoring.progress import print_line
 from diffmegatron.tuning.rates import measure_collectives, measure_memory, measure_products
 from diffmegatron.tuning.timing import passes, time_in_turn
@@ -74,36 +74,22 @@ def tune(recipes: Sequence[Recipe], out: Path | None = None) -> Tuned | None:
             process. If the user's cache cannot be written, a warning says so instead.
     """
     launch = read_launch()
-    with default_group() if launch.ranks > 1 else nullcontext():
+    with default_group():
         collectives = _measure_between_ranks(recipes) if launch.ranks > 1 else []
         found = None
-        if launch.rank == 0:
-            found = _measure_on_one_rank(recipes, collectives, out)
-        if launch.ranks > 1:
+        # Megatron-core's loss needs a tensor-parallel group, here of one rank.
+        with process_groups(ParallelConfig(), seed=0):
+            if launch.rank == 0:
+                found = _measure_on_one_rank(recipes, collectives, out)
             distributed.barrier()
     return found
 
 
-def with_document_mask(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``data.reset_attention_mask`` as a run decides it.
-
-    Sources that are not on this machine are assumed to have no conversations.
-    """
-    data = recipe.data
-    if data.reset_attention_mask is not None:
-        return recipe
-    try:
-        is_reset = bool(packed_conversations(data))
-    except UserError:
-        is_reset = False
-    decided = data.model_copy(update={"reset_attention_mask": is_reset})
-    return recipe.model_copy(update={"data": decided})
-
-
 def kernel_shapes(recipe: Recipe) -> list[KernelShape]:
-    """Return the different shapes of a recipe's attention and subtraction on one rank."""
+    """Return the different shapes of a recipe's attention, subtraction and loss on one rank."""
     kinds = [kind for kind, _ in counted_kinds(recipe.model)]
     shapes = [each(recipe, kind) for kind in kinds for each in (attention_shape, subtraction_shape)]
+    shapes.append(loss_shape(recipe))
     return list(dict.fromkeys(shape for shape in shapes if shape is not None))
 
 
@@ -118,7 +104,9 @@ def _measure_on_one_rank(
         known = known.updated(measurements_of(machine, out) or new)
     new = new.updated(Measurements(machine=machine, collectives=tuple(collectives)))
     progress = _Progress()
-    for shape in dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe)):
+    shapes = dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe))
+    # The losses come last, because their collectives make a lost GPU harder to leave.
+    for shape in sorted(shapes, key=lambda each: each.operation == "loss"):
         progress.print(describe_shape(shape))
         measured = measure_kernel(shape, device, known.of_shape(shape))
         new = new.updated(Measurements(machine=machine, kernels=(measured,)))
@@ -210,8 +198,6 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _measure_between_ranks(recipes: Sequence[Recipe]) -> list[CollectiveMeasurement]:
-    from diffmegatron.parallel.parallel_state import process_groups
-
     ranks = distributed.get_world_size()
     hosts: list[str] = [""] * ranks
     distributed.all_gather_object(hosts, os.uname().nodename)
@@ -230,6 +216,8 @@ def _measure_between_ranks(recipes: Sequence[Recipe]) -> list[CollectiveMeasurem
 
 def describe_shape(shape: KernelShape) -> str:
     """Return a shape in words, such as "differential: 8 x 256 tokens, 2 + 2 heads of 16, ..."."""
+    if shape.operation == "loss":
+        return f"loss: {shape.length} tokens, {shape.head_dim} ids, {shape.dtype}"
     heads = f"{shape.signal_heads}"
     heads += f" + {shape.noise_heads}" if shape.noise_heads else ""
     words = [f"{shape.batch} x {shape.length} tokens", f"{heads} heads of {shape.head_dim}"]

@@ -164,7 +164,8 @@ def _with_length(shape: KernelShape, length: int) -> KernelShape:
 def _check(name: str, trial: Trial) -> Check:
     """Compute the equation in the inputs' dtype and in float64."""
     first = next(iter(trial.inputs.values()))
-    width = first.shape[3] * (2 if trial.shape.operation == "differential" else 1)
+    widths = {"differential": 2 * first.shape[3], "loss": 1}
+    width = widths.get(trial.shape.operation, first.shape[3])
     rows = (*first.shape[:2], trial.shape.signal_heads, width)
     with same_numbers(first.device, seed=1):
         grad = torch.randn(rows, device=first.device, dtype=first.dtype)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from diffmegatron.config.schema import Recipe
+from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.tuning import tune as tuning
 from tests.simulated_cuda.recorder import Recorder
 from tests.simulated_cuda.recording import Case
@@ -15,7 +16,7 @@ def run_tune(recipe: Recipe, _: Case, recorder: Recorder) -> dict[str, Any]:
     """
     for name in ("_KERNEL_SECONDS", "_PRODUCT_SECONDS", "_COPY_SECONDS"):
         setattr(tuning, name, 0.0)
-    tuned = tuning.tune([tuning.with_document_mask(recipe)])
+    tuned = tuning.tune([with_document_mask(recipe)])
     assert tuned is not None
     found = tuned.measurements
     return {

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from diffmegatron.config.data_config import DataConfig
+from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.index_file import IndexHeader, read_header
 from diffmegatron.errors import UserError
 from diffmegatron.files import (
@@ -171,6 +172,22 @@ def packed_conversations(data: DataConfig) -> list[str]:
         for source in data.sources
         if data.packing != "none" and read_corpus_manifest(source.path).is_fine_tuning
     ]
+
+
+def with_document_mask(recipe: Recipe) -> Recipe:
+    """Return the recipe with ``data.reset_attention_mask`` as a run decides it.
+
+    Sources that are not on this machine are assumed to have no conversations.
+    """
+    data = recipe.data
+    if data.reset_attention_mask is not None:
+        return recipe
+    try:
+        is_reset = bool(packed_conversations(data))
+    except UserError:
+        is_reset = False
+    decided = data.model_copy(update={"reset_attention_mask": is_reset})
+    return recipe.model_copy(update={"data": decided})
 
 
 def hash_file(path: Path, before: int = 0, after: int = 0) -> str:

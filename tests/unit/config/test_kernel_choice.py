@@ -5,7 +5,9 @@ import pytest
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.config.attention_backend import (
     attention_shape,
+    chosen_loss,
     layer_backend,
+    loss_shape,
     planned_backend,
     subtraction_shape,
 )
@@ -112,6 +114,27 @@ def test_the_subtraction_is_chosen_with_its_attention(tiny_recipe):
         assert kernels.kinds[0].subtraction == expected
     kernels, _ = choose_kernels(recipe, Surroundings("cpu", NOTHING, attention))
     assert kernels.kinds[0].subtraction == "auto"
+
+
+def test_the_loss_has_the_fastest_right_kernel_and_keeps_it(tiny_recipe):
+    recipe = tiny_recipe("training.precision=bf16")
+    other = tiny_recipe("training.precision=bf16", "training.loss_chunk=16")
+    assert loss_shape(other).length < loss_shape(recipe).length
+    cuda = Surroundings("cuda", frozenset({"triton"}))
+    assert choose_kernels(recipe, cuda).kernels.loss == "auto"
+    for tried, here, elsewhere in (
+        ((right("triton", 2e-3), right("megatron", 1e-3)), "megatron", "auto"),
+        ((wrong("triton"), right("megatron", 1e-3)), "megatron", "megatron"),
+        ((right("triton", 1e-3), right("megatron", 2e-3)), "triton", "auto"),
+    ):
+        kernel = measurement(*tried, shape=loss_shape(recipe))
+        measures = cuda._replace(measured=Measurements(machine=MACHINE, kernels=(kernel,)))
+        saved = with_kernels(recipe, measures)
+        assert chosen_loss(saved, "cuda") == here and chosen_loss(saved, "cpu") == "auto"
+        assert choose_kernels(other, measures).kernels.loss == elsewhere
+        assert choose_kernels(recipe, cuda._replace(saved=saved)).kernels.loss == here
+    named = saved.training.model_copy(update={"attention_backend": "sdpa"})
+    assert chosen_loss(saved.model_copy(update={"training": named}), "cuda") == "auto"
 
 
 def test_a_resumed_run_keeps_its_kernels_or_says_what_changed(tiny_recipe):

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from diffmegatron import plan
 from diffmegatron.attention.context_parallel.whole_sequence import row_boundaries
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.cli import app
+from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.data.prepare.prepare import prepare
 from diffmegatron.training.compute.step import token_losses
 from diffmegatron.training.hook import Hook
@@ -57,8 +61,19 @@ def test_sources_decide_the_document_mask_unless_the_recipe_does(
     paths = {"corpus": corpus, "chats": chats}
     recipe = tiny_recipe(sources(*(paths[name] for name in prefixes)), *changes)
     assert decide_document_mask(recipe).data.reset_attention_mask is is_masked
+    assert with_document_mask(recipe).data.reset_attention_mask is is_masked
     is_said = f"because {chats} has conversations that share sequences" in capfd.readouterr().out
     assert is_said == (is_masked and "chats" in prefixes)
+
+
+def test_plan_decides_the_document_mask(tiny_recipe, tmp_path, chats, monkeypatch):
+    planned = []
+    monkeypatch.setattr(plan, "run_plan", lambda stages, *_, **__: planned.extend(stages))
+    for path, is_masked in ((chats, True), (tmp_path / "nowhere", False)):
+        tiny_recipe(sources(path))
+        command = ["plan", str(tmp_path / "tiny.yaml"), sources(path)]
+        assert CliRunner().invoke(app, command).exit_code == 0
+        assert planned.pop().data.reset_attention_mask is is_masked
 
 
 class _Neighbours(Hook):

@@ -7,6 +7,8 @@ import torch
 
 from diffmegatron.attention.kernels.installed_backends import installed_backend
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.config.parallel_config import ParallelConfig
+from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.errors import UserError
 from diffmegatron.measurements.cache import (
     cache_file,
@@ -21,6 +23,8 @@ from diffmegatron.measurements.records import (
     Measurements,
     TriedBackend,
 )
+from diffmegatron.model import language_model_loss
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.tuning import tune as tuning
 from diffmegatron.tuning.step import measured_step
 from diffmegatron.tuning.tables import kernel_rows, print_tuned
@@ -119,6 +123,37 @@ def test_a_wrong_backend_is_named_with_its_error(name, problem, register):
     assert (error is None) == (name in ("fails", "not_a_number")) and (error is None or error > 1)
 
 
+@pytest.fixture
+def loss_of_one_rank():
+    """Return checks of a loss, with the process group that Megatron-core's function needs."""
+    shape = KernelShape(
+        operation="loss", dtype="bfloat16", batch=1, length=96, head_dim=50, signal_heads=1,
+        kv_heads=1,
+    )  # fmt: skip
+    with process_groups(ParallelConfig(), 0):
+        yield checks_of(shape, CPU)
+
+
+def test_a_wrong_loss_is_named_with_its_error(loss_of_one_rank, monkeypatch):
+    assert tuning.usable_backends(loss_of_one_rank[0].trial.shape, CPU) == ["megatron"]
+    assert verify("megatron", loss_of_one_rank).problem == ""
+    megatrons = language_model_loss.vocab_parallel_cross_entropy
+
+    def wrong_row(logits, labels):
+        return (
+            megatrons(logits, labels)
+            * torch.where(torch.arange(len(logits)) == 9, 1.01, 1)[:, None]
+        )
+
+    for function, problem in (
+        (wrong_row, "the result has "),
+        (lambda logits, labels: megatrons(logits.clamp(max=9.0), labels), "(large logits)"),
+        (lambda logits, labels: megatrons(logits * 1.01, labels), "the result has "),
+    ):
+        monkeypatch.setattr(language_model_loss, "vocab_parallel_cross_entropy", function)
+        assert problem in verify("megatron", loss_of_one_rank).problem
+
+
 def test_part_of_a_large_shape_is_compared(monkeypatch, register):
     from diffmegatron.tuning import verification
 
@@ -170,8 +205,8 @@ def test_a_backend_that_lost_the_gpu_is_not_run_again(monkeypatch, register):
 
 
 def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_path, capsys):
-    recipe = tuning.with_document_mask(tiny_recipe())
-    other = tuning.with_document_mask(
+    recipe = with_document_mask(tiny_recipe())
+    other = with_document_mask(
         tiny_recipe("model.attention={kind: diff_v2, num_heads: 4, num_kv_heads: 2, head_dim: 16}")
     )
     first = tuning.tune([recipe])
@@ -180,7 +215,7 @@ def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_pa
     both = tuning.tune([other])
     assert both is not None and cached_measurements(this_machine()) == both.measurements
     assert {each.shape.operation for each in both.measurements.kernels} == {
-        *("differential", "softmax", "subtraction")
+        *("differential", "softmax", "subtraction", "loss")
     }
     print_tuned(both, [recipe, other], ranks=1)
     printed = capsys.readouterr().out
@@ -194,7 +229,7 @@ def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_pa
 
 def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatch):
     """Write measurements of another tune while this one runs, and tell of a lost GPU."""
-    recipe, out = tuning.with_document_mask(tiny_recipe()), tmp_path / "a.json"
+    recipe, out = with_document_mask(tiny_recipe()), tmp_path / "a.json"
     other = KernelMeasurement(shape=SHAPE, candidates=(), measured_at="now")
     measure, known = tuning.measure_kernel, []
 
@@ -214,7 +249,7 @@ def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatc
 
 
 def test_products_of_another_dtype_are_not_those_of_a_run(tiny_recipe):
-    tuned = tuning.tune([tuning.with_document_mask(tiny_recipe())])
+    tuned = tuning.tune([with_document_mask(tiny_recipe())])
     found = tuned.measurements
     assert measured_step(tiny_recipe(), 1, found) is not None
     products = [each.model_copy(update={"dtype": "bfloat16"}) for each in found.products]
@@ -224,7 +259,7 @@ def test_products_of_another_dtype_are_not_those_of_a_run(tiny_recipe):
 def test_a_damaged_file_is_replaced_and_a_folder_without_permission_reported(
     tiny_recipe, tmp_path, caplog
 ):
-    recipe = tuning.with_document_mask(tiny_recipe())
+    recipe = with_document_mask(tiny_recipe())
     path = cache_file(this_machine())
     path.parent.mkdir()
     path.write_text("{")
