@@ -9,25 +9,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
 from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.attention_backend import (
     attention_shape,
     chosen_kernels,
-    layer_backend,
+    chosen_loss,
+    loss_shape,
     subtraction_shape,
 )
-from diffmegatron.config.kernel_choice import Surroundings, choose_kernels
+from diffmegatron.config.data_config import DataConfig
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.training_config import ChosenKernels
 from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.errors import UserError
-from diffmegatron.measurements.cache import measurements_here
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.measurements.records import KernelShape
 from diffmegatron.model.accounting.parameters import counted_kinds
+from diffmegatron.model.language_model_loss import loss_kernels
 from diffmegatron.parallel.deterministic import deterministic_algorithms
+from diffmegatron.parallel.parallel_state import from_rank_0
+from diffmegatron.training.kernel_choice import choose_here, with_kernels
 from diffmegatron.tuning.trials import draw_trial, same_numbers
 
 # Value of a computation whose repetitions have different bits.
@@ -51,9 +54,10 @@ def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, 
     """Return the CRC-32 of what the device computes from fixed random numbers, by name.
 
     The computations are a matrix product, and the output and gradients of each kernel of attention
-    that the recipes' runs choose on this machine, in the shapes of training (on a CPU with shorter
-    sequences). A run that has a checkpoint keeps the kernels of the newest one. Sums have a fixed
-    order if the kernel has such a form.
+    and of the loss that the recipes' runs choose, in the shapes of training (on a CPU with shorter
+    sequences). The recipes are those that :func:`with_kernels_of_rank_0` returns. Sums have a fixed
+    order if the kernel has such a form. Megatron-core's loss needs a tensor-parallel group, of one
+    rank.
     """
     found: dict[str, int] = {}
     # On a CPU all sums have a fixed order, and entering this context imports Inductor.
@@ -69,27 +73,41 @@ def computed_bits(recipes: Sequence[Recipe], device: torch.device) -> dict[str, 
 def _computations(
     recipes: Sequence[Recipe], device: torch.device
 ) -> Iterator[tuple[str, Computation]]:
-    measured = measurements_here(device.type)
-    new_run = Surroundings(device.type, importable_libraries(), measured, chip=chip_of(device))
-    for recipe in map(with_document_mask, recipes):
-        yield "a matrix product", partial(_multiply, device)
-        here = new_run._replace(saved=_saved_recipe(recipe))
-        chosen = {"chosen_kernels": choose_kernels(recipe, here).kernels}
-        training = recipe.training.model_copy(update=chosen)
-        resolved = recipe.model_copy(update={"training": training})
+    yield "a matrix product", partial(_multiply, device)
+    for recipe in recipes:
+        calls: list[tuple[str, KernelShape | None, str]] = []
         for kind, _ in counted_kinds(recipe.model):
-            attention, _ = layer_backend(resolved, kind, device.type, here.libraries, here.chip)
-            kernels = chosen_kernels(resolved, kind, device.type)
+            kernels = chosen_kernels(recipe, kind, device.type)
+            attention = recipe.training.attention_backend if kernels is None else kernels.attention
             subtraction: str = "auto" if kernels is None else kernels.subtraction
             if subtraction == "auto":
                 subtraction = subtraction_backend(attention)
-            for name, shape, backend in (
-                (OPS[kind.operation], attention_shape(recipe, kind), attention),
-                (OPS["subtraction"], subtraction_shape(recipe, kind), subtraction),
-            ):
-                if shape is not None:
-                    small = _shortened(shape) if device.type == "cpu" else shape
-                    yield f"{name} ({backend})", partial(_attend, small, backend, device)
+            calls.append((OPS[kind.operation], attention_shape(recipe, kind), attention))
+            calls.append((OPS["subtraction"], subtraction_shape(recipe, kind), subtraction))
+        loss = chosen_loss(recipe, device.type)
+        loss = loss_kernels(device)[0] if loss == "auto" else loss
+        calls.append(("the loss", loss_shape(recipe), loss))
+        for name, shape, backend in calls:
+            if shape is not None:
+                small = _shortened(shape) if device.type == "cpu" else shape
+                yield f"{name} ({backend})", partial(_compute, small, backend, device)
+
+
+def with_kernels_of_rank_0(recipes: Sequence[Recipe], device: torch.device) -> list[Recipe]:
+    """Return the recipes with the kernels that rank 0 chooses; every rank must call this.
+
+    They also have the mask of documents as rank 0 finds its sources. A run that has a checkpoint
+    keeps the kernels of the newest one.
+    """
+
+    def choose() -> list[tuple[DataConfig, ChosenKernels | None]]:
+        decided = map(with_document_mask, recipes)
+        return [(r.data, choose_here(r, _saved_recipe(r), device).kernels) for r in decided]
+
+    return [
+        with_kernels(recipe.model_copy(update={"data": data}), kernels)
+        for recipe, (data, kernels) in zip(recipes, from_rank_0(choose), strict=True)
+    ]
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:
@@ -110,7 +128,7 @@ def _multiply(device: torch.device) -> list[Tensor]:
     return [a @ b]
 
 
-def _attend(shape: KernelShape, backend: str, device: torch.device) -> list[Tensor]:
+def _compute(shape: KernelShape, backend: str, device: torch.device) -> list[Tensor]:
     """Return the output of a kernel, and the gradients of its inputs."""
     trial = draw_trial(shape, device)
     inputs = {name: x.detach().requires_grad_() for name, x in trial.inputs.items()}

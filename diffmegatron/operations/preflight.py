@@ -18,16 +18,23 @@ from pydantic import Field
 from torch import distributed
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.index.corpus_manifest import check_sizes, read_corpus_manifest
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.files import format_path, os_error_text, shorten, write_durably
 from diffmegatron.model.accounting.parameters import count_parameters
 from diffmegatron.model.layers.fp8 import fp8_problem
-from diffmegatron.operations.device_bits import UNSTEADY, computed_bits, device_name
+from diffmegatron.operations.device_bits import (
+    UNSTEADY,
+    computed_bits,
+    device_name,
+    with_kernels_of_rank_0,
+)
 from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
+from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.section import Section
 
 # Timeout of each collective operation.
@@ -95,7 +102,9 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
     findings = _check_this_machine(recipes)
     if findings.problem.startswith(_NO_GPU):
         raise UnfitNodeError(findings.problem)  # NCCL cannot connect without a GPU.
-    with default_group(_TIMEOUT):
+    with default_group(_TIMEOUT), process_groups(ParallelConfig(), seed=0) as parallel_state:
+        resolved = with_kernels_of_rank_0(recipes, parallel_state.device)
+        findings = _with_bits(findings, resolved, parallel_state.device)
         findings = findings.model_copy(update=_measure_collectives())
         every: list[Findings] = [findings] * launch.ranks
         distributed.all_gather_object(every, findings)
@@ -202,13 +211,26 @@ def _check_this_machine(recipes: Sequence[Recipe]) -> Findings:
                 raise UserError(unfit)
         values["product_seconds"] = _product_seconds()
         values["device"] = device_name(device)
-        values["bits"] = computed_bits(recipes, device)
         values["write_rate"], values["space"] = _disk(Path(recipes[-1].run_dir))
-    except UserError as error:
-        values["problem"] = shorten(str(error))
-    except Exception as error:  # torch and Triton raise errors of many classes if a GPU fails.
-        values["problem"] = shorten(f"{type(error).__name__}: {error}")
+    except Exception as error:  # torch raises errors of many classes if a GPU fails.
+        values["problem"] = _sentence(error)
     return Findings.model_validate(values)
+
+
+def _with_bits(findings: Findings, recipes: Sequence[Recipe], device: torch.device) -> Findings:
+    """Return the findings with the bits that this rank computes, unless a check has failed."""
+    if findings.problem:
+        return findings
+    try:
+        found: dict[str, object] = {"bits": computed_bits(recipes, device)}
+    except Exception as error:  # Triton raises errors of many classes, too.
+        found = {"problem": _sentence(error)}
+    return findings.model_copy(update=found)
+
+
+def _sentence(error: Exception) -> str:
+    is_sentence = isinstance(error, UserError)
+    return shorten(str(error) if is_sentence else f"{type(error).__name__}: {error}")
 
 
 def _versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffmegatron.config.attention_backend import attention_shape
+from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.config.training_config import ChosenKernels
 from diffmegatron.errors import UnfitNodeError, UserError
 from diffmegatron.measurements.cache import cache_file, write_measurements
@@ -20,8 +21,9 @@ from diffmegatron.measurements.records import (
     TriedBackend,
 )
 from diffmegatron.operations import device_bits, preflight
-from diffmegatron.operations.device_bits import UNSTEADY, computed_bits
+from diffmegatron.operations.device_bits import UNSTEADY, computed_bits, with_kernels_of_rank_0
 from diffmegatron.operations.preflight import Findings, check_nodes, find_problems
+from diffmegatron.parallel.parallel_state import process_groups
 from tests import forks
 from tests.paths import ROOT
 from tests.ranks import meeting_at, serve_store
@@ -95,6 +97,13 @@ def test_a_computation_that_is_unsteady_on_most_ranks_is_not_compared():
     assert problem[0] == 0 and problem[1].endswith("in each repetition, unlike rank 1")
 
 
+def bits_of(*recipes) -> dict[str, int]:
+    """Return the bits of recipes as the only rank of a job computes them."""
+    with process_groups(ParallelConfig(), 0) as parallel_state:
+        resolved = with_kernels_of_rank_0(recipes, parallel_state.device)
+        return computed_bits(resolved, parallel_state.device)
+
+
 def test_a_kernel_that_does_not_compile_is_a_problem_of_its_rank(tiny_recipe, monkeypatch):
     def fail(*_):
         raise ValueError("out of resource: shared memory")
@@ -128,32 +137,34 @@ def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, ca
         assert found["versions"]["commit"].removesuffix("-dirty") == head
     assert min(found[name] for name in ("product_seconds", "write_rate", "space", "clock")) > 0
     # The tiny recipe's layers choose `blocked` on a CPU.
-    assert [*found["bits"]] == ["a matrix product", "differential attention (blocked)"]
+    names = ["a matrix product", "differential attention (blocked)", "the loss (megatron)"]
+    assert [*found["bits"]] == names
     out = capsys.readouterr().out
     assert out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
-    assert out.endswith(", 2 computations with equal bits\n")
+    assert out.endswith(", 3 computations with equal bits\n")
     assert list((tmp_path / "run").iterdir()) == [], "the checks must remove their file"
 
 
 def test_one_wrong_gradient_changes_the_bits(tiny_recipe, monkeypatch):
     """Compute twice as a right device, and once with the last bit of one gradient changed."""
-    recipe, device = tiny_recipe("model.attention.kind=diff_v2"), torch.device("cpu")
-    right = computed_bits([recipe], device)
+    recipe = tiny_recipe("model.attention.kind=diff_v2")
+    right = bits_of(recipe)
     assert [*right] == [
         "a matrix product",
         "softmax attention (sdpa)",
         "subtraction of noise heads (auto)",
+        "the loss (megatron)",
     ]
-    assert computed_bits([recipe, recipe], device) == right
+    assert bits_of(recipe, recipe) == right
     gradients = torch.autograd.grad
 
     def wrong(out, inputs, direction):
         found = gradients(out, inputs, direction)
-        found[1].flatten()[-1:].view(torch.int32).bitwise_xor_(1)
+        found[min(1, len(found) - 1)].flatten()[-1:].view(torch.int32).bitwise_xor_(1)
         return found
 
     monkeypatch.setattr(torch.autograd, "grad", wrong)
-    found = computed_bits([recipe], device)
+    found = bits_of(recipe)
     assert [name for name in right if found[name] != right[name]] == [*right][1:]
 
 
@@ -172,24 +183,19 @@ def test_the_kernels_that_were_measured_to_be_fastest_are_compared(
     )
     monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path))
     write_measurements(cache_file(machine), Measurements(machine=machine, kernels=(kernel,)))
-    found = computed_bits([recipe], torch.device("cpu"))
-    assert [*found] == ["a matrix product", "differential attention (sdpa_4call)"]
+    assert [*bits_of(recipe)][1:-1] == ["differential attention (sdpa_4call)"]
     # A run with a checkpoint keeps its kernels, and documents make another shape.
     kernels = {"attention": "reference", "subtraction": "auto", "origin": "x"}
     kept = ChosenKernels.model_validate({"device": "cpu", "kinds": [kernels]})
     training = recipe.training.model_copy(update={"chosen_kernels": kept})
     saved = recipe.model_copy(update={"training": training})
     monkeypatch.setattr(device_bits, "_saved_recipe", lambda _: saved)
-    assert [*computed_bits([recipe], torch.device("cpu"))][1:] == [
-        "differential attention (reference)"
-    ]
+    assert [*bits_of(recipe)][1:-1] == ["differential attention (reference)"]
     monkeypatch.undo()
     monkeypatch.setenv("DIFFMEGATRON_CACHE", str(tmp_path))
     monkeypatch.setattr(device_bits, "with_document_mask", lambda _: packed)
     packed = tiny_recipe("data.reset_attention_mask=true")
-    assert [*computed_bits([recipe], torch.device("cpu"))][1:] == [
-        "differential attention (blocked)"
-    ]
+    assert [*bits_of(recipe)][1:-1] == ["differential attention (blocked)"]
 
 
 def test_a_problem_on_every_node_is_a_user_error(tiny_recipe, tmp_path, monkeypatch):

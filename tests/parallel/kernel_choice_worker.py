@@ -1,4 +1,7 @@
-"""Two ranks that have measured different backends as the fastest; each prints its choice."""
+"""Two ranks that have measured different backends as the fastest; each prints its choice.
+
+``preflight`` must compare the kernels that a run chooses.
+"""
 
 import os
 import sys
@@ -10,6 +13,7 @@ from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.measurements.cache import cache_file, write_measurements
 from diffmegatron.measurements.machine import this_machine
 from diffmegatron.measurements.records import Measurements
+from diffmegatron.operations.device_bits import with_kernels_of_rank_0
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.kernel_choice import with_chosen_kernels
 from tests.unit.measurements.test_cache import measurement, right
@@ -26,5 +30,6 @@ def main() -> None:
     write_measurements(cache_file(machine), Measurements(machine=machine, kernels=kernels))
     with process_groups(ParallelConfig(), 0) as parallel_state:
         chosen = with_chosen_kernels(recipe, None, parallel_state).training.chosen_kernels
-    assert chosen is not None
+        (checked,) = with_kernels_of_rank_0([recipe], parallel_state.device)
+    assert chosen is not None and checked.training.chosen_kernels == chosen
     print(f"rank {rank} has {chosen.kinds[0].attention}", flush=True)
