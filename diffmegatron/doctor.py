@@ -219,15 +219,18 @@ def _attention_choices() -> Iterator[DoctorRow]:
 
     A GPU has a further row for each reason why backends cannot run.
     """
+    import torch
+
     from diffmegatron.attention.kernels.api import backend_table
-    from diffmegatron.attention.kernels.installed_backends import importable_libraries
+    from diffmegatron.attention.kernels.installed_backends import chip_of, importable_libraries
     from diffmegatron.attention.kernels.registry import OPS, Call, choose_backend
 
     device = "cuda" if _has_gpu() else "cpu"
+    chip = chip_of(torch.device(device))
     for operation, what in OPS.items():
         chosen = {}
         for dtype in ("float32", "bfloat16"):
-            call = Call(operation, device, dtype, _HEAD_DIM)
+            call = Call(operation, device, dtype, _HEAD_DIM, chip=chip)
             with suppress(ValueError):
                 chosen[dtype] = choose_backend("auto", call, importable_libraries())[0]
         names = ", ".join(f"{name} ({dtype})" for dtype, name in chosen.items())
@@ -256,7 +259,8 @@ def _measured() -> Iterator[DoctorRow]:
     for kernel in kernels[:_LISTED]:
         shape, fastest = kernel.shape, kernel.fastest
         wrong = [tried.backend for tried in kernel.candidates if tried.problem]
-        name = f"{shape.operation}, {shape.dtype}, d {shape.head_dim}, {shape.length} tokens"
+        width = f"{shape.head_dim} ids" if shape.operation == "loss" else f"d {shape.head_dim}"
+        name = f"{shape.operation}, {shape.dtype}, {width}, {shape.length} tokens"
         time = "" if fastest is None else f"{1e3 * (fastest.seconds or 0):.3g} ms"
         note = f"{kernel.measured_at}" + (f", wrong: {', '.join(wrong)}" if wrong else "")
         yield DoctorRow(name, f"{fastest.backend}, {time}" if fastest else "none", note)

@@ -41,6 +41,11 @@ class Machine(Section):
     kernels: str
 
     @property
+    def chip(self) -> int | None:
+        """Major compute capability of the GPU; None on a CPU."""
+        return int(self.capability.partition(".")[0]) if self.capability else None
+
+    @property
     def digest(self) -> str:
         """Hash of all attributes, 16 hex digits."""
         return _digest(self.model_dump_json().encode())

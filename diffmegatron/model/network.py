@@ -372,7 +372,8 @@ class Network(torch.nn.Module):
         found = {}
         for layer in self._attention_layers():
             value = layer.kind.current_lambda(layer)
-            value = layer.observed.get("lambda") if value is None else value
+            if value is None and "lambda" in layer.observed:
+                value = layer.observed["lambda"]()
             if value is not None:
                 found[layer.layer_number] = value.detach()
         return found

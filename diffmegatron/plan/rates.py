@@ -166,7 +166,7 @@ class Hardware:
             return recipe
         if recorded is not None and recorded.device == "cuda":
             return recipe
-        here = Surroundings("cuda", PLANNED_LIBRARIES, measured)
+        here = Surroundings("cuda", PLANNED_LIBRARIES, measured, chip=measured.machine.chip)
         chosen = {"chosen_kernels": choose_kernels(recipe, here).kernels}
         training = recipe.training.model_copy(update=chosen)
         return recipe.model_copy(update={"training": training})

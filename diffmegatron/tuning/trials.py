@@ -43,7 +43,7 @@ class Trial:
     Attributes:
         shape: shape of the call.
         inputs: inputs by name, with the strides of training: q1, k1, q2, k2, v, lambda and norm;
-            q, k and v; heads and lambdas; or logits [1, tokens, 1, ids].
+            q, k and v; heads and logits of lambda; or the logits of a loss, [1, tokens, 1, ids].
         documents: boundaries of packed documents, or None.
     """
 
@@ -56,7 +56,8 @@ class Trial:
         if self.shape.operation == "loss":
             return _loss(inputs["logits"], 0, backend)
         if self.shape.operation == "subtraction":
-            return subtract_noise(inputs["heads"], inputs["lambdas"], backend=backend)
+            logits = inputs["logits"]
+            return subtract_noise(inputs["heads"], logits, backend=backend, sigmoid=True)
         if self._is_ring:
             attend: Callable[..., Tensor] = partial(ring_attention, cast(Any, _OneRank()), backend)
             masks = {"cu_seqlens": self._boundaries(), "window": self.shape.window}
@@ -140,13 +141,9 @@ def _draw(shape: KernelShape, device: torch.device) -> Trial:
     normal = partial(torch.randn, device=device, dtype=getattr(torch, shape.dtype))
     if shape.operation == "subtraction":
         heads = shape.signal_heads + shape.noise_heads
-        rows = (shape.length, shape.batch, shape.signal_heads)
-        lambdas = torch.rand(rows, device=device).transpose(0, 1)
-        return Trial(
-            shape,
-            {"heads": normal(shape.batch, shape.length, heads, shape.head_dim), "lambdas": lambdas},
-            None,
-        )
+        logits = normal(shape.length, shape.batch, shape.signal_heads).transpose(0, 1)
+        outputs = normal(shape.batch, shape.length, heads, shape.head_dim)
+        return Trial(shape, {"heads": outputs, "logits": logits}, None)
     if shape.operation == "loss":
         return Trial(shape, {"logits": normal(1, shape.length, 1, shape.head_dim)}, None)
     chunks = 2 if "chunks" in shape.features else 1
@@ -264,7 +261,7 @@ class _OneRank:
 
 def _has_rows(name: str) -> bool:
     """Return whether dimension 1 of an input has the rows of the result."""
-    return name in ("q", "q1", "q2", "heads", "lambdas", "logits")
+    return name in ("q", "q1", "q2", "heads", "logits")
 
 
 def _heads(inputs: Inputs) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Tests of DIFF V2, plain attention and a subtraction per token and head, against float64 loops."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -123,7 +125,18 @@ def test_sixteen_bits_are_subtracted_in_fp32_and_rounded_once():
 def test_the_subtraction_can_be_differentiated_twice():
     heads, lambda_ = (x.requires_grad_() for x in (torch.randn(1, 2, 3, 2), torch.rand(1, 2, 2)))
     inputs = [x.detach().double().requires_grad_() for x in (heads, lambda_)]
-    assert torch.autograd.gradgradcheck(subtract_noise, inputs)
+    for sigmoid in (False, True):
+        assert torch.autograd.gradgradcheck(partial(subtract_noise, sigmoid=sigmoid), inputs)
+
+
+def test_the_subtraction_of_logits_is_that_of_their_sigmoid():
+    heads = torch.randn(2, 5, 8, 4, dtype=torch.float64, requires_grad=True)
+    logits = 3 * torch.randn(2, 5, 6, dtype=torch.float64)
+    inputs = [heads, logits.requires_grad_()]
+    found = value_and_grads(lambda *x: subtract_noise(*x, sigmoid=True), inputs)
+    expected = value_and_grads(lambda h, x: subtract_noise(h, x.sigmoid()), inputs)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert relative_error(one, other) < 1e-14
 
 
 def test_autocast_computes_as_if_the_inputs_were_cast():

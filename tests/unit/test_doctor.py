@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from diffmegatron import doctor
+from diffmegatron.attention.kernels import installed_backends
 from diffmegatron.attention.kernels.api import backend_table
 from diffmegatron.attention.kernels.registry import AUTO_ORDER, OPS
 from diffmegatron.data.tokenizers import CL100K, CL100K_FILE_SHA256
@@ -74,6 +75,20 @@ def test_every_operation_has_a_choice_among_the_backends_that_can_run(monkeypatc
         assert rows[name].note == f"of {', '.join(usable)}"
     monkeypatch.setitem(AUTO_ORDER["softmax"], "cpu", ("blocked",))
     assert find(doctor.examine(), "softmax attention").value == "blocked"
+
+
+def test_the_choice_of_auto_is_the_one_of_this_gpu_generation(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        installed_backends, "importable_libraries", lambda: frozenset({"flash_attn_3"})
+    )
+    orders = AUTO_ORDER["differential"]
+    monkeypatch.setitem(orders, "cuda", ("varlen_fa3", *orders["cuda"]))
+    for chip, name in ((9, "varlen_fa3 (bfloat16)"), (8, "sdpa_4call")):
+        monkeypatch.setattr(installed_backends, "chip_of", lambda _, chip=chip: chip)
+        row = next(iter(doctor._attention_choices()))
+        assert row.name == "differential attention" and name in row.value
+        assert ("varlen_fa3" in row.value) == (chip == 9)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has rows for its libraries")

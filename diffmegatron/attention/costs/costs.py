@@ -132,12 +132,12 @@ class Costs(Generic[Kind]):
         heads = self.kind.heads
         inputs, core = run.softmax_bytes(heads)
         if heads.output_channels != heads.query_channels:
-            # The subtraction saves lambda, and the outputs of all query heads. The output
-            # projection saves the difference.
+            # The subtraction saves the logits of lambda, and the outputs of all query heads. The
+            # output projection saves the difference.
             signal = heads.output_channels // heads.head_dim
-            core += run.element * heads.query_channels + FLOAT32 * signal
-            # Recomputation does not compute lambda again.
-            inputs += FLOAT32 * signal if run.recomputes_core else 0
+            core += run.element * (heads.query_channels + signal)
+            # Recomputation does not compute the logits again.
+            inputs += run.element * signal if run.recomputes_core else 0
         if self._declares(HEAD_NORM):
             # The output projection saves the norm's output, so the kernel's output is an additional
             # tensor. The norm saves a float32 per head, and its input in float32 if the kernel's

@@ -158,7 +158,9 @@ def diff_attention_v2(
     return subtract_noise(softmax_attention(q, k, v, backend=backend, **options), lambda_)
 
 
-def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> Tensor:
+def subtract_noise(
+    heads: Tensor, lambda_: Tensor, *, backend: str = "auto", sigmoid: bool = False
+) -> Tensor:
     """Return `signal - lambda * noise` of every signal head, the last step of DIFF V2.
 
     The subtraction is computed in fp32 or wider. Only `heads` and `lambda_` are saved for the
@@ -170,9 +172,12 @@ def subtract_noise(heads: Tensor, lambda_: Tensor, *, backend: str = "auto") -> 
             noise head of the group.
         lambda_: `[b, s, h]`, floating point, on the same device.
         backend: a key of `registry.SUBTRACTION`, or "auto".
+        sigmoid: whether `lambda_` has logits, whose sigmoid is lambda.
 
     Returns:
         `[b, s, h, d]` in heads' dtype.
     """
     check_noise_groups("heads", heads, lambda_)
-    return installed_backend(backend, call_of("subtraction", heads)).function()(heads, lambda_)
+    chosen = installed_backend(backend, call_of("subtraction", heads))
+    out: Tensor = chosen.function()(heads, lambda_, sigmoid)
+    return out

@@ -94,7 +94,7 @@ class Backend:
         is_interpretable: whether the backend can run in Triton's interpreter, where `devices`,
             `dtypes` and `head_dims` do not apply.
         entry: name of the module's function that computes the result. Its argument is an
-            `AttentionCall`; for "subtraction" its arguments are heads and lambda.
+            `AttentionCall`; for "subtraction" its arguments are heads, lambda and `sigmoid`.
         configuration: configuration of the kernels, if the backend has several.
     """
 

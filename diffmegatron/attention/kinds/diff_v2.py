@@ -70,13 +70,12 @@ class DiffV2(QKNorm, OutputGate):
 
     @override
     def from_hidden(self, layer: Layer, hidden: "Tensor") -> "Tensor":
-        """Return sigmoid(X W_lambda) as [s, b, signal heads of this rank], in float32 or wider."""
+        """Return X W_lambda as [s, b, signal heads of this rank]."""
         import torch
 
         logits = layer.project("lambda_proj", hidden)
-        lambda_ = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        layer.observe("lambda", lambda_)
-        return lambda_
+        layer.observe("lambda", logits, torch.sigmoid)
+        return logits
 
     def forward(
         self,
@@ -90,4 +89,4 @@ class DiffV2(QKNorm, OutputGate):
         """Return O_n = A_signal(n) - lambda_n A_noise(n // r), [b, s, heads of this rank, d]."""
         assert from_hidden is not None
         heads = context.softmax_attention(query, key, value)
-        return context.subtract_noise(heads, lambda_=from_hidden)
+        return context.subtract_noise(heads, from_hidden, sigmoid=True)

@@ -213,8 +213,13 @@ class Layer(Protocol):
         sequence parallelism, ``hidden`` is this tensor-parallel rank's shard of s.
         """
 
-    def observe(self, name: str, value: "Tensor") -> None:
-        """Store the mean over all elements of ``value`` for the log, under ``name``."""
+    def observe(
+        self, name: str, value: "Tensor", function: "Callable[[Tensor], Tensor] | None" = None
+    ) -> None:
+        """Store the mean over all elements of ``function(value)`` for the log, under ``name``.
+
+        Without a function it is the mean of ``value``. It is computed when the log needs it.
+        """
 
 
 class Context(NamedTuple):
@@ -230,9 +235,9 @@ class Context(NamedTuple):
         diff_attention: (q1, k1, q2, k2, v, lambda_=..., norm=None) ->
             (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V, `[b, s, h, 2d]`.
             ``lambda_`` is a 0-dim tensor. ``norm`` is a `HeadwiseNorm` for the result.
-        subtract_noise: (heads, lambda_) -> signal - lambda * noise of every signal head,
-            `[b, s, h, d]`. ``heads`` are the results of r signal heads, then of their noise head.
-            ``lambda_`` is `[b, s, h]`.
+        subtract_noise: (heads, lambda_, sigmoid=False) -> signal - lambda * noise of every signal
+            head, `[b, s, h, d]`. ``heads`` are the results of r signal heads, then of their noise
+            head. ``lambda_`` is `[b, s, h]`, with ``sigmoid`` the logits of lambda.
         lambda_: this layer's lambda of ``current_lambdas``; None if the kind does not have it, or
             if another network than ours runs the layer.
     """

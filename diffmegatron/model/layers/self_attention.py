@@ -9,6 +9,7 @@ d the width of a query.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core import tensor_parallel
@@ -58,7 +59,8 @@ class SelfAttention(MegatronModule):
         lambda_: 0-dim lambda of this layer in the present forward pass, if the network has computed
             the lambdas of several layers together; otherwise None.
         observer: function to call in each forward pass, or None.
-        observed: numbers of the last forward pass for the log, as name -> 0-dim tensor.
+        observed: functions that compute numbers of the last forward pass for the log (0-dim), by
+            name.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class SelfAttention(MegatronModule):
         self.rotary_scale = rotary_scale
         self.lambda_: Tensor | None = None
         self.observer: Observer | None = None
-        self.observed: dict[str, Tensor] = {}
+        self.observed: dict[str, Callable[[], Tensor]] = {}
         heads = kind.heads
         common = {"config": config, "is_expert": False, "tp_group": self.tp_group}
         self._declared = {each.name: each for each in kind.parameters(config.hidden_size)}
@@ -271,9 +273,14 @@ class SelfAttention(MegatronModule):
         by_rank = products.unflatten(2, (size, -1)).permute(2, 0, 1, 3).contiguous()
         return all_to_all(self.tp_group, by_rank).flatten(0, 1)
 
-    def observe(self, name: str, value: Tensor) -> None:
-        """Store the mean over all elements of ``value`` in ``observed[name]``, for the log."""
-        self.observed[name] = value.detach().float().mean()
+    def observe(
+        self, name: str, value: Tensor, function: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Store in ``observed[name]`` how to compute the mean of ``function(value)``, for the log.
+
+        The mean is over all elements. Most steps have no log, and save its kernels.
+        """
+        self.observed[name] = partial(_mean, value.detach(), function)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -305,6 +312,11 @@ class SelfAttention(MegatronModule):
             for child in self.children():
                 child._apply(fn)
         return super()._apply(moved_only, recurse=False)
+
+
+def _mean(value: Tensor, function: Callable[[Tensor], Tensor] | None) -> Tensor:
+    value = value.float()
+    return (value if function is None else function(value)).mean()
 
 
 def _gated(heads: Tensor, gate: Tensor) -> Tensor:

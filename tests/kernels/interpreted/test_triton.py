@@ -213,13 +213,16 @@ def test_one_map_equals_the_reference(width, options, one_pass):
 
 @pytest.mark.parametrize(("heads", "ratio"), [(2, 1), (6, 3)])
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-def test_the_subtraction_equals_pytorch(heads, ratio, strided):
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["lambda", "logits"])
+def test_the_subtraction_equals_pytorch(heads, ratio, strided, sigmoid):
     *_, lambda_ = make_v2_inputs(batch=2, rows=21, heads=heads, ratio=ratio)
     given = torch.randn(2, 12, heads + heads // ratio, 21, dtype=torch.float64)
     given = given.permute(0, 3, 2, 1) if strided else given.permute(0, 3, 2, 1).contiguous()
     inputs = [given.requires_grad_(), lambda_]
-    found = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), inputs)
-    expected = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), inputs)
+    found, expected = (
+        value_and_grads(lambda *x, b=b: subtract_noise(*x, backend=b, sigmoid=sigmoid), inputs)
+        for b in ("triton", "pytorch")
+    )
     assert_close(found, expected, 1e-14)
 
 

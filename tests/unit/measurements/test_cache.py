@@ -141,6 +141,11 @@ def test_new_kernels_are_another_machine(tmp_path, monkeypatch):
     assert len(digests) == 4
 
 
+def test_a_gpu_has_the_chip_of_its_capability():
+    assert MACHINE.chip is None
+    assert MACHINE.model_copy(update={"capability": "12.1"}).chip == 12
+
+
 def test_the_fastest_is_right():
     wrong = right("flex", 1e-4).model_copy(update={"problem": "the gradient of k2 is wrong"})
     found = measurement(wrong, right("sdpa", 2e-3), right("blocked", 1e-3)).fastest

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
+def subtract_noise(heads: Tensor, lambda_: Tensor, sigmoid: bool = False) -> Tensor:
     """Return `signal - lambda * noise` (see `api.subtract_noise`), differentiable twice."""
-    out: Tensor = _SubtractNoise.apply(heads, lambda_)
+    out: Tensor = _SubtractNoise.apply(heads, lambda_, sigmoid)
     return out
 
 
@@ -20,23 +20,26 @@ class _SubtractNoise(torch.autograd.Function):
     """Subtraction that saves only its inputs; autograd would also save copies of them in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, lambda_: Tensor, sigmoid: bool) -> Tensor:
         ctx.save_for_backward(heads, lambda_)
-        signal, noise, weight = _by_group(heads, lambda_)
+        ctx.sigmoid = sigmoid
+        signal, noise, weight = _by_group(heads, lambda_, sigmoid)
         return (signal - weight * noise).flatten(2, 3).to(heads.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
         heads, lambda_ = ctx.saved_tensors
-        _, noise, weight = _by_group(heads, lambda_)
+        _, noise, weight = _by_group(heads, lambda_, ctx.sigmoid)
         grad = grad_out.to(noise.dtype).unflatten(2, weight.shape[2:4])
         dnoise = -(weight * grad).sum(3, keepdim=True)
         dheads = torch.cat([x.to(heads.dtype) for x in (grad, dnoise)], 3).flatten(2, 3)
-        dlambda = -(grad * noise).sum(-1).flatten(2)
-        return dheads, dlambda.to(lambda_.dtype)
+        dlambda = -(grad * noise).sum(-1, keepdim=True)
+        if ctx.sigmoid:
+            dlambda = dlambda * weight * (1 - weight)
+        return dheads, dlambda.flatten(2).to(lambda_.dtype), None
 
 
-def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_group(heads: Tensor, lambda_: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return signal heads, noise heads and lambda by group, in fp32 or wider.
 
     The shapes are `[b, s, groups, r, d]`, `[b, s, groups, 1, d]` and `[b, s, groups, r, 1]`.
@@ -44,5 +47,6 @@ def _by_group(heads: Tensor, lambda_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(heads.dtype, torch.float32)
     groups = heads.shape[2] - lambda_.shape[2]
     by_group = heads.to(dtype).unflatten(2, (groups, -1))
-    weight = lambda_.to(dtype).unflatten(2, (groups, -1)).unsqueeze(-1)
+    lambda_ = lambda_.to(dtype)
+    weight = (lambda_.sigmoid() if sigmoid else lambda_).unflatten(2, (groups, -1)).unsqueeze(-1)
     return by_group[:, :, :, :-1], by_group[:, :, :, -1:], weight

@@ -4,7 +4,8 @@
 DIFF V2 is the second version of differential attention. The tensor `heads` has the outputs of
 softmax attention, `[batch, length, groups * (r + 1), width]`. Each group has r signal heads,
 followed by the noise head that they share. Lambda is `[batch, length, groups * r]`. A program
-handles M tokens of one group, and loads the noise head once. In the kernels, `ratio` is r.
+handles M tokens of one group, and loads the noise head once. In the kernels, `ratio` is r. With
+SIGMOID, `lambda_ptr` points to the logits of lambda.
 """
 
 from typing import Any
@@ -21,49 +22,52 @@ from .tiles import Heads, accumulator_dtype, load_tile, store_tile
 ROWS = 32
 
 
-def subtract_noise(heads: Tensor, lambda_: Tensor) -> Tensor:
+def subtract_noise(heads: Tensor, lambda_: Tensor, sigmoid: bool = False) -> Tensor:
     """Return `signal - lambda * noise`, `[batch, length, groups * r, width]`."""
-    out: Tensor = _SubtractNoise.apply(heads, lambda_)
+    out: Tensor = _SubtractNoise.apply(heads, lambda_, sigmoid)
     return out
 
 
 class _SubtractNoise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, lambda_: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, lambda_: Tensor, sigmoid: bool) -> Tensor:
         ctx.save_for_backward(heads, lambda_)
+        ctx.sigmoid = sigmoid
         heads, lambda_ = _dense(heads), lambda_.contiguous()
         out = heads.new_empty(*lambda_.shape, heads.shape[3])
-        grid, sizes, constants = _launch(heads, lambda_)
+        grid, sizes, constants = _launch(heads, lambda_, sigmoid)
         with on_device(heads):
             subtract_kernel[grid](heads, lambda_, out, *sizes, heads.stride()[:3], **constants)
         return out
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         given, lambda_ = ctx.saved_tensors
         heads, grad = _dense(given), _dense(grad)
         dheads = torch.empty_like(given, memory_format=torch.contiguous_format)
         dlambda = torch.empty_like(lambda_, memory_format=torch.contiguous_format)
-        grid, sizes, constants = _launch(heads, lambda_)
+        grid, sizes, constants = _launch(heads, lambda_, ctx.sigmoid)
         with on_device(heads):
             subtract_backward_kernel[grid](
                 grad, heads, lambda_.contiguous(), dheads, dlambda, *sizes,
                 grad.stride()[:3], heads.stride()[:3], **constants,
             )  # fmt: skip
-        return dheads, dlambda
+        return dheads, dlambda, None
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _launch(heads: Tensor, lambda_: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+def _launch(
+    heads: Tensor, lambda_: Tensor, sigmoid: bool
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
     """Return the grid, the sizes (length, groups, r) and the keyword arguments of a launch."""
     batch, length, all_heads, width = heads.shape
     signals = lambda_.shape[2]
     groups = all_heads - signals
-    constants = {"width": width, "M": ROWS, "num_warps": 4}
+    constants = {"width": width, "M": ROWS, "SIGMOID": sigmoid, "num_warps": 4}
     grid = (triton.cdiv(length, ROWS) * batch * groups,)
     return grid, (length, groups, signals // groups), constants
 
@@ -99,6 +103,7 @@ def subtract_kernel(
     head_strides,
     width: tl.constexpr,
     M: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     """Compute `signal - lambda * noise` for M rows (tokens) of all signal heads of one group.
 
@@ -117,6 +122,8 @@ def subtract_kernel(
         signal = load_tile(heads, batch, head + group, first_row, width, M).to(ACCUMULATE)
         pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
         weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
+        if SIGMOID:
+            weight = 1.0 / (1.0 + tl.exp(-weight))
         out = signal - weight[:, None] * noise
         store_tile(out_ptr, out, batch, head, first_row, length, groups * ratio, width)
 
@@ -135,6 +142,7 @@ def subtract_backward_kernel(
     head_strides,
     width: tl.constexpr,
     M: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     """Compute the gradients of the heads and of lambda for M rows (tokens) of one group.
 
@@ -143,6 +151,8 @@ def subtract_backward_kernel(
         dsignal = dout
         dlambda = -sum(dout * noise) over the width
         dnoise = -sum(lambda * dout) over the signal heads of the group
+
+    With SIGMOID, dlambda is multiplied by the sigmoid's derivative, lambda (1 - lambda).
 
     `grad_ptr` points to dout `[batch, length, groups * r, width]`. `heads_ptr` and `lambda_ptr` are
     as in `subtract_kernel`. The program stores dsignal and dnoise at `dheads_ptr`, and dlambda at
@@ -164,7 +174,12 @@ def subtract_backward_kernel(
         grad = grad.to(ACCUMULATE)
         pointers = _lambda_pointers(lambda_ptr, batch, head, first_row, length, groups * ratio, M)
         weight = tl.load(pointers, mask=is_row, other=0.0).to(ACCUMULATE)
+        if SIGMOID:
+            weight = 1.0 / (1.0 + tl.exp(-weight))
         dnoise -= weight[:, None] * grad
         pointers = _lambda_pointers(dlambda_ptr, batch, head, first_row, length, groups * ratio, M)
-        tl.store(pointers, -tl.sum(grad * noise, 1), mask=is_row)
+        dlambda = -tl.sum(grad * noise, 1)
+        if SIGMOID:
+            dlambda *= weight * (1.0 - weight)
+        tl.store(pointers, dlambda, mask=is_row)
     store_tile(dheads_ptr, dnoise, batch, noise_head, first_row, length, all_heads, width)
