@@ -25,7 +25,7 @@ ENTERED = {
     "attention/kernels/installed_backends.py:_unusable_reason": STEP,
     "attention/kernels/installed_backends.py:chip_of": STEP,
     "attention/kernels/triton/kernel_launch.py:on_device": STEP,
-    "attention/kernels/triton/kernel_launch.py:problem_of": STEP,
+    "attention/kernels/triton/block_sizes.py:target_for": STEP,
     "attention/kernels/wrappers/sdpa.py:_flash": STEP + ", on a ring",
     "attention/kernels/wrappers/sdpa.py:_flash_gradients": STEP + ", on a ring",
     "model/layers/layer_specs.py:available_host": STEP,

@@ -6,7 +6,7 @@ module does not import torch.
 """
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _FORMS = {"split": False, "one_pass": True}
 _PART = re.compile(r"(split|one_pass)|(forward|dkdv|dq)=(\d{1,3})x(\d{1,3})x(\d{1,2})x(\d)")
@@ -45,14 +45,14 @@ class Configuration(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Configuration":
         """Return the configuration with this name, or raise ValueError."""
-        found = cls()
+        values: dict[str, Any] = {}
         for part in text.split("+"):
             match = _PART.fullmatch(part)
             if match is None:
                 raise ValueError(f"{part!r} is not a part of a configuration")
             form, kernel, *numbers = match.groups()
-            value = _FORMS[form] if form else _checked(*map(int, numbers))
-            found = found._replace(**{kernel or "one_pass": value})
+            values[kernel or "one_pass"] = _FORMS[form] if form else _checked(*map(int, numbers))
+        found = cls(**values)
         if str(found) != text:
             raise ValueError(f"{text!r} should be {str(found)!r}")
         return found
@@ -66,8 +66,10 @@ class Configuration(NamedTuple):
 
     def blocks(self, kernel: str, default: BlockSizes) -> BlockSizes:
         """Return the block sizes of a kernel, "forward", "dkdv" or "dq"."""
-        sizes = getattr(self, kernel)
-        return default if sizes is None else BlockSizes(*sizes, default.licm)
+        if (sizes := getattr(self, kernel)) is None:
+            return default
+        rows, keys, warps, stages = sizes
+        return BlockSizes(rows, keys, warps, stages, default.licm)
 
 
 def _checked(*sizes: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ those of :func:`other_configurations`. `head_dim` is the width of a query.
 """
 
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -118,6 +119,6 @@ def other_configurations(
         if blocks.M > 16:
             # In the kernel of dK and dV the warps divide the keys.
             warps = blocks.num_warps if kernel == "dkdv" else blocks.num_warps // 2
-            sizes = (blocks.M // 2, blocks.N, warps, blocks.num_stages)
-            found.append(Configuration()._replace(**{kernel: sizes}))
+            sizes: Any = (blocks.M // 2, blocks.N, warps, blocks.num_stages)
+            found.append(Configuration(**{kernel: sizes}))
     return found
