@@ -1,17 +1,17 @@
 """The ``training`` section of a recipe: length, batch, precision and measurements."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, find_backend
+from diffmegatron.attention.kernels.registry import DIFFERENTIAL, SOFTMAX, Operation, find_backend
 from diffmegatron.section import MAX_SIZE, Count, Section, Seed, Size, SizeOrZero
 
 
 def _check_backend(name: str) -> str:
-    if name != "auto" and not (find_backend("differential", name) or find_backend("softmax", name)):
+    if name != "auto" and not any(find_backend(op, name) for op in get_args(Operation)):
         names = dict.fromkeys([*DIFFERENTIAL, *SOFTMAX])
         raise PydanticCustomError(
             "backend", "it should be 'auto' or one of {names}", {"names": ", ".join(names)}
