@@ -9,6 +9,9 @@ from diffmegatron.config.tensors import NamedTensor, layer_tensors, stage_kinds,
 # Engine's quantizers, and cuBLAS).
 FP8_MULTIPLES = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
 
+# First compute capability with the products (``check_recipe_support`` of Transformer Engine).
+FP8_CAPABILITIES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
 
 def check_fp8(recipe: RecipeSections) -> None:
     """Refuse settings that do not work with ``training.fp8``; the layout has been checked."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from diffmegatron.config.fp8_products import FP8_CAPABILITIES
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.width_scaling import matrix_rate
 from diffmegatron.errors import UserError
@@ -28,6 +29,7 @@ def warnings(
         *filter(None, [export_problem(recipe.model.attention, recipe.model.hidden_size)]),
         *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),
+        *_fp8_warnings(recipe, hardware),
         *_memory_warnings(recipe, layout, memory, hardware),
     )
 
@@ -65,6 +67,18 @@ def _layout_warnings(recipe: Recipe, layout: RankLayout) -> Iterator[str]:
         yield (
             f"{layout.microbatches} microbatches do not fill parallel.pipeline {layout.pipeline} "
             f"stages; use fewer than {layout.data} data-parallel ranks"
+        )
+
+
+def _fp8_warnings(recipe: Recipe, hardware: str) -> Iterator[str]:
+    fp8, gpu = recipe.training.fp8, ACCELERATORS[hardware]
+    if fp8 is not None and gpu.capability < FP8_CAPABILITIES[fp8.recipe]:
+        needed, found = (
+            ".".join(map(str, each)) for each in (FP8_CAPABILITIES[fp8.recipe], gpu.capability)
+        )
+        yield (
+            f"training.fp8.recipe {fp8.recipe!r} needs compute capability {needed}, and {hardware} "
+            f"has {found}; training would refuse it"
         )
 
 

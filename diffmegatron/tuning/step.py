@@ -52,7 +52,9 @@ def measured_step(recipe: Recipe, ranks: int, found: Measurements) -> MeasuredSt
         return None
     rate = found.memory.bytes_per_second
     fastest = max(each.flops_per_second for each in products_in(run_dtype(recipe), found))
-    rates = Accelerator(fastest, memory_gib=0.0, memory_bandwidth=rate, link_bandwidth=0.0)
+    rates = Accelerator(
+        fastest, memory_gib=0.0, memory_bandwidth=rate, link_bandwidth=0.0, capability=(0, 0)
+    )
     training = recipe.training
     flops = count_flops(recipe.model, training.seq_length, frozen_matrices(recipe)).training
     return MeasuredStep(

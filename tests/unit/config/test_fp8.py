@@ -8,8 +8,11 @@ from diffmegatron.config.fp8_products import FP8_MULTIPLES, fp8_layers, fp8_matr
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.memory import memory_by_stage
+from diffmegatron.model.layers.fp8 import begin_fp8
 from diffmegatron.plan.rates import Hardware
+from diffmegatron.plan.summary import plan_recipe
 from diffmegatron.plan.timing import estimate_time
+from diffmegatron.training.saving.resume import lost_scales
 from tests.paths import ROOT
 
 RECIPE = ROOT / "configs/at_scale/diff_3b_fp8_64gpus.yaml"
@@ -83,3 +86,37 @@ def test_plan_counts_copies_smaller_inputs_and_faster_products():
     faster, slower = (estimate_time(each, 64, Hardware("H100")) for each in (fp8, bf16))
     assert 0.5 < faster.compute / slower.compute < 0.9
     assert faster.communication == pytest.approx(slower.communication, rel=0.2)
+
+
+def test_plan_warns_of_a_gpu_of_an_earlier_generation():
+    # From Transformer Engine's release notes: Ada, Hopper and Blackwell.
+    known = ("A100", "H100", "B200")
+    lacking = {
+        recipe: [
+            gpu
+            for gpu in known
+            if any("compute capability" in each for each in plan(recipe, gpu).warnings)
+        ]
+        for recipe in FP8_MULTIPLES
+    }
+    assert lacking == {
+        "tensorwise": ["A100"], "delayed": ["A100"], "blockwise": ["A100"],
+        "mxfp8": ["A100", "H100"],
+    }  # fmt: skip
+
+
+def plan(recipe: str, gpu: str):
+    fp8 = f"training.fp8={{recipe: {recipe}, first_layers_bf16: 0, last_layers_bf16: 0}}"
+    return plan_recipe(load(fp8), 64, gpu)
+
+
+def test_a_machine_without_transformer_engine_is_refused():
+    with pytest.raises(UserError, match="needs Transformer Engine and a GPU"):
+        begin_fp8("tensorwise")
+
+
+def test_a_resumed_run_warns_that_delayed_scales_begin_again():
+    delayed = load("training.fp8={recipe: delayed, first_layers_bf16: 0, last_layers_bf16: 0}")
+    assert "begin at 1" in lost_scales(delayed)
+    assert lost_scales(load()) is None
+    assert lost_scales(load("training.fp8=null")) is None
