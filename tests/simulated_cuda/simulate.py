@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,26 +21,35 @@ class SimulationError(AssertionError):
     """Error of a case; the message ends with the traceback or with the output of the process."""
 
 
-def simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording]:
+def simulate(
+    cases: Sequence[Case],
+    timeout: float = 1200,
+    environment: Mapping[str, str] | None = None,
+) -> list[Recording]:
     """Run cases one after the other, each in a fork of one process that has imported everything.
 
     Args:
         cases: cases to run.
         timeout: limit for all cases together, in seconds.
+        environment: environment variables of the process; None: those of this process.
 
     Raises:
         SimulationError: a case failed, or the process failed.
         UnavailableError: the simulation cannot run on this machine.
         subprocess.TimeoutExpired: the cases took longer than ``timeout``.
     """
-    results = try_simulate(cases, timeout)
+    results = try_simulate(cases, timeout, environment)
     for result in results:
         if isinstance(result, SimulationError):
             raise result
     return results  # type: ignore[return-value]
 
 
-def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording | SimulationError]:
+def try_simulate(
+    cases: Sequence[Case],
+    timeout: float = 1200,
+    environment: Mapping[str, str] | None = None,
+) -> list[Recording | SimulationError]:
     """Run cases like :func:`simulate`; return an error in the place of each case that failed."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
@@ -49,8 +58,8 @@ def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulated_cuda.worker", str(library()), folder],
             # Tests that train in this process select the CPU with the variable DS_ACCELERATOR, so
-            # _environment() leaves out this variable.
-            env=_environment() | {"OMP_NUM_THREADS": "1"},
+            # _without_cpu() leaves out this variable.
+            env=_without_cpu(environment or os.environ) | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,8 +74,8 @@ def try_simulate(cases: Sequence[Case], timeout: float = 1200) -> list[Recording
         return [_result(case, results / str(i), output) for i, case in enumerate(cases)]
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+def _without_cpu(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != "DS_ACCELERATOR"}
 
 
 def _result(case: Case, file: Path, output: str) -> Recording | SimulationError:

@@ -122,9 +122,9 @@ def round_blocks(
 def record(module: ModuleType) -> None:
     """Make ``diffmegatron.model.layers.fp8`` record its calls, in a file of the folder ``RECORDS``.
 
-    A line is the recipe of a run that begins, or for each context: the recipe's class (null for
-    bf16), the layer (from 0; -1 for all layers of a pass), and the ranks of the group over which
-    delayed scaling reduces.
+    A line is the recipe of a run that begins, or for each context: the class and format of the
+    recipe (null for bf16), the layer (from 0; -1 for all layers of a pass), and the ranks of the
+    group over which delayed scaling reduces.
     """
     if RECORDS not in os.environ:
         return
@@ -144,7 +144,7 @@ def record(module: ModuleType) -> None:
         recipe, ranks = None, None
         if hasattr(context, "_recipe"):
             ranks = torch.distributed.get_process_group_ranks(context._amax_reduction_group)
-            recipe = type(context._recipe).__name__
+            recipe = f"{type(context._recipe).__name__}, {context._recipe.fp8_format.name}"
         write([recipe, layer, ranks])
         return context
 

@@ -136,7 +136,7 @@ def main() -> None:
     }
     found = {"host": available_host(), "networks": networks}
     if found["host"] == "transformer_engine":
-        found["fp8_refusal"] = fp8_runs.run_all(file, Path(out).parent)
+        found |= fp8_runs.run_all(file, Path(out).parent)
     torch.save(found, out)
 
 

@@ -4,6 +4,7 @@ The host of a network is the library that its layers come from: Transformer Engi
 whose layers are called local.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from tests.parallel.matrix import (
 )
 from tests.paths import ROOT
 from tests.ranks import launch
+from tests.simulated_cuda.library import UnavailableError
+from tests.simulated_cuda.simulate import Case, simulate
 from tests.transformer_engine import FOLDER, environment, python_files
 from tests.transformer_engine.fp8 import RECORDS, read_records
 from tests.transformer_engine.fp8_runs import LAYERS, RECIPES, SIZES, in_fp8
@@ -57,7 +60,7 @@ each_layout = pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layou
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 # Runs in FP8 on two ranks, which are compared with bf16 runs of local layers in one process.
 BF16 = ("training.precision=bf16",)
-DEEP = (*BF16, "model.num_layers=4", "training.micro_batch_size=2")
+DEEP = (*BF16, "model.num_layers=4", "training.micro_batch_size=2", "checkpoint.interval=6")
 FP8_LAYOUTS = {
     "fp8:tp2+sp+recompute": (*BF16, *SEQUENCE, *LEAN, in_fp8("tensorwise")),
     "fp8:pp2-interleaved": (
@@ -194,7 +197,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         there("then_local", *HALF),
         there("then_other", *WHOLE),
         *(
-            [str(file), str(out), name, *COMMON, *overrides]
+            [str(file), str(out), name, *COMMON, "checkpoint.interval=6", *overrides]
             for name, overrides in FP8_LAYOUTS.items()
         ),
         environment=environment() | {RECORDS: str(out)},
@@ -228,18 +231,27 @@ def test_a_checkpoint_of_one_host_is_resumed_by_the_other(name, runs):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("environment_of", [dict, environment], ids=HOSTS)
-def test_a_transformer_engine_checkpoint_exports_in_both_hosts(environment_of, runs, tmp_path):
-    checkpoint = CheckpointStore(runs / "v2:tp2+sp").latest()
+@pytest.mark.parametrize(
+    ("environment_of", "name"),
+    [(dict, "fp8:tp2+sp+recompute"), (environment, "v2:tp2+sp")],
+    ids=HOSTS,
+)
+def test_a_transformer_engine_checkpoint_exports_in_both_hosts(
+    environment_of, name, runs, tmp_path
+):
+    checkpoint = CheckpointStore(runs / name).latest()
     options = {"env": environment_of()} if environment_of is environment else {}
     run("diffmegatron", "export", checkpoint, tmp_path / "hf", **options)
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-CURRENT, DELAYED = "Float8CurrentScaling", "TEDelayedScaling"
-CLASSES = dict(
-    zip(RECIPES, (CURRENT, DELAYED, "Float8BlockScaling", "MXFP8BlockScaling"), strict=True)
-)
+# Classes and formats that NVIDIA's recipes of Megatron-Bridge have.
+CLASSES = {
+    "tensorwise": "Float8CurrentScaling, HYBRID",
+    "delayed": "TEDelayedScaling, HYBRID",
+    "blockwise": "Float8BlockScaling, E4M3",
+    "mxfp8": "MXFP8BlockScaling, E4M3",
+}
 
 
 def in_fp8_steps(recipe: str, layers: Sequence[int], ranks: Sequence[int]) -> list[list[Any]]:
@@ -276,23 +288,28 @@ def test_every_layer_of_every_microbatch_enters_the_context_of_its_recipe(result
     out, layers = results[0], range(LAYERS)
     runs = read_records(out)
     assert [recipe for recipe, _ in runs] == [*RECIPES, *4 * ["tensorwise"], "delayed"]
-    microbatches = 2 * 20
     for recipe, contexts in runs[: len(RECIPES)]:
         entered = [-1] if recipe == "delayed" else layers
-        assert contexts == microbatches * in_fp8_steps(recipe, entered, [0])
+        assert contexts == 20 * in_fp8_steps(recipe, entered, [0])
     *_, (_, some), (_, recomputed), (_, delayed) = runs
-    first, last = ([None, layer, None] for layer in (0, LAYERS - 1))
-    forward = [first, *in_fp8_steps("tensorwise", layers[1:-1], [0]), last]
-    assert some == 2 * 3 * [*forward, *reversed(forward)]
-    assert recomputed == 2 * 3 * 2 * in_fp8_steps("tensorwise", layers, [0])
+    forward = [[None, 0, None], *in_fp8_steps("tensorwise", [1], [0]), [None, 2, None]]
+    steps, microbatches = 3, 2
+    assert some == steps * microbatches * [*forward, *reversed(forward)]
+    assert recomputed == 3 * 2 * in_fp8_steps("tensorwise", layers, [0])
     # Transformer Engine itself enters the context of a recomputed pass with delayed scaling.
-    assert delayed == 2 * 3 * in_fp8_steps("delayed", [-1], [0])
+    assert delayed == 3 * in_fp8_steps("delayed", [-1], [0])
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_recomputed_layers_in_fp8_have_the_same_losses(recipe, results):
     expected = series(results[0] / recipe, "train/loss")[:3]
     assert series(results[0] / f"{recipe}, recomputed", "train/loss") == expected
+
+
+def test_delayed_scaling_forgets_the_networks_of_earlier_runs(results):
+    """Count the modules whose largest values are reduced; two runs in the process had some."""
+    projections = 4 * LAYERS
+    assert results[1]["transformer_engine"]["scaled_modules"] == projections
 
 
 def test_a_gpu_of_the_wrong_generation_is_refused(results):
@@ -324,3 +341,21 @@ def test_layouts_enter_contexts_with_their_layers_and_groups(runs):
         assert sorted(pipeline[1], key=str) == sorted(2 * steps * entered, key=str)
         assert data[1] == 2 * steps * in_fp8_steps("delayed", [-1], both)
         assert ring[1] == steps * in_fp8_steps("mxfp8", [0, 1], both)
+
+
+def test_a_step_in_fp8_runs_on_a_simulated_gpu(tmp_path):
+    """Run two steps of the 3B recipe in 3 layers, of which the outer two are in bf16.
+
+    The simulation raises an error for a step that waits for the device elsewhere than in bf16.
+    """
+    overrides = ("model.num_layers=3", "training.seq_length=512", "recompute.granularity=full")
+    recipe = "configs/at_scale/diff_3b_fp8_64gpus.yaml"
+    case = Case(recipe, 64, (*overrides, *SEQUENCE))
+    try:
+        (found,) = simulate([case], environment=environment() | {RECORDS: str(tmp_path)})
+    except UnavailableError as error:
+        pytest.skip(f"CUDA cannot be simulated: {error}")
+    assert found.outcome["applied"] == [True, True]
+    forward = [[None, 0, None], *in_fp8_steps("tensorwise", [1], range(64)), [None, 2, None]]
+    contexts = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert contexts == 2 * [*forward, *reversed(forward)]
