@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
+from diffmegatron.attention.kernels.registry import base_name
 from diffmegatron.config.attention_backend import attention_shape, loss_shape, subtraction_shape
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.config.schema import Recipe
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # Seconds of repeated calls: of each shape, of all matrix products, and of the copy in memory.
 _KERNEL_SECONDS, _PRODUCT_SECONDS, _COPY_SECONDS = 2.0, 3.0, 0.5
+# Seconds from the start in which other configurations of a backend are tried. Each is compiled.
+_CONFIGURATION_SECONDS = 45.0
 
 
 class Tuned(NamedTuple):
@@ -103,16 +106,19 @@ def _measure_on_one_rank(
         check_writable(out)  # Report a wrong path before the work.
         known = known.updated(measurements_of(machine, out) or new)
     new = new.updated(Measurements(machine=machine, collectives=tuple(collectives)))
-    progress = _Progress()
+    progress, until = _Progress(), time.perf_counter() + _CONFIGURATION_SECONDS
+    tuned = None
     shapes = dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe))
     # The losses come last, because their collectives make a lost GPU harder to leave.
     for shape in sorted(shapes, key=lambda each: each.operation == "loss"):
         progress.print(describe_shape(shape))
-        measured = measure_kernel(shape, device, known.of_shape(shape))
+        measured = measure_kernel(shape, device, known.of_shape(shape), until)
         new = new.updated(Measurements(machine=machine, kernels=(measured,)))
+        if tuned is None or tuned.path is not None:
+            tuned = _write(known, new, out)  # Keep what is measured if the command is killed.
         if lost := next((each for each in measured.candidates if each.lost_device), None):
             then = "it is left out from now on, so run the same command again"
-            if _write(known, new, out).path is None:
+            if tuned.path is None:
                 then = "run the command with --out FILE until it ends; each time it leaves out more"
             raise UserError(
                 f"backend {lost.backend} has made the GPU unusable for this process "
@@ -125,6 +131,8 @@ def _measure_on_one_rank(
     progress.print("memory")
     memory = measure_memory(device, _COPY_SECONDS)
     new = new.updated(Measurements(machine=machine, memory=memory))
+    if tuned is not None and tuned.path is None:
+        return Tuned(known.updated(new), None)
     return _write(known, new, out)
 
 
@@ -147,16 +155,24 @@ def _write(known: Measurements, new: Measurements, out: Path | None) -> Tuned:
 
 
 def measure_kernel(
-    shape: KernelShape, device: torch.device, known: KernelMeasurement | None = None
+    shape: KernelShape,
+    device: torch.device,
+    known: KernelMeasurement | None = None,
+    until: float = math.inf,
 ) -> KernelMeasurement:
     """Verify all backends that can compute a shape, and time those that are right.
 
     ``known`` is an earlier measurement. Its backends that made the GPU unusable are not run again.
+    After the time ``until`` (``time.perf_counter``), no other configuration of a backend is tried.
     """
     checks = checks_of(shape, device)
     before = {} if known is None else {each.backend: each for each in known.candidates}
     tried: dict[str, TriedBackend] = {}
-    for name in usable_backends(shape, device):
+    names, left_out = usable_backends(shape, device), []
+    for name in names:
+        if name != base_name(name) and time.perf_counter() > until:
+            left_out.append(name)
+            continue
         if name in before and before[name].lost_device:
             tried[name] = before[name]
             continue
@@ -167,6 +183,11 @@ def measure_kernel(
             break
     else:
         tried |= _timed(tried, checks[0])
+    if left_out:
+        print_line(
+            f"         {', '.join(left_out)}: not tried, to save time; the same command tries more "
+            "configurations when the others are compiled"
+        )
     return KernelMeasurement(
         shape=shape,
         candidates=tuple(tried.values()),

@@ -233,7 +233,7 @@ def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatc
     other = KernelMeasurement(shape=SHAPE, candidates=(), measured_at="now")
     measure, known = tuning.measure_kernel, []
 
-    def measure_and_lose(shape, device, before):
+    def measure_and_lose(shape, device, before, _):
         write_measurements(out, Measurements(machine=this_machine(), kernels=(other,)))
         known.append(before)
         lost = TriedBackend(backend="blocked", problem="a wrong address", lost_device=True)
@@ -246,6 +246,25 @@ def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatc
     assert other in read_measurements(out).kernels and known[0] is None
     assert known[1].candidates[0].lost_device
     assert not [*tmp_path.glob("*.lock")]
+
+
+def test_an_interrupted_tune_keeps_what_it_has_measured(tiny_recipe, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "measure_products", interrupt)
+    recipe = with_document_mask(tiny_recipe())
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune([recipe])
+    found = cached_measurements(this_machine())
+    assert [each.shape for each in found.kernels] == tuning.kernel_shapes(recipe)
+
+
+def test_no_configuration_is_tried_after_its_time(monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "usable_backends", lambda *_: ["blocked", "triton:split"])
+    measured = tuning.measure_kernel(SHAPE, CPU, until=0.0)
+    assert [each.backend for each in measured.candidates] == ["blocked"]
+    assert "triton:split: not tried, to save time; " in capsys.readouterr().out
 
 
 def test_products_of_another_dtype_are_not_those_of_a_run(tiny_recipe):
