@@ -5,8 +5,10 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +99,7 @@ def test_the_kernels_run_alone(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_speedrun_gives_an_answer_on_two_ranks(folder: Path):
-    """Run the whole script at less than a thousandth of the size, and once more."""
+    """Stop the script at less than a thousandth of the size, and run it again to the end."""
     for name, python in (("diffmegatron", forks.python()), ("python", sys.executable)):
         module = "-m diffmegatron" if name == "diffmegatron" else ""
         (folder / name).write_text(f'#!/bin/sh\nexec {python} {module} "$@"\n')
@@ -109,9 +111,10 @@ def test_the_speedrun_gives_an_answer_on_two_ranks(folder: Path):
     small = [
         *("model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96"),
         *("model.attention.head_dim=16", "model.vocab_size=400", "training.precision=fp32"),
-        *("training.tokens=4096", "training.seq_length=256", "training.global_batch_size=4"),
+        *("training.tokens=16384", "training.seq_length=256", "training.global_batch_size=4"),
         *("training.micro_batch_size=2", "optimizer.schedule.warmup_steps=1"),
         *("data.validation_fraction=0.1", "training.eval_batches=1", "parallel.tensor=1"),
+        "checkpoint.interval=2",
     ]
     command = ["examples/speedrun/speedrun.sh", "speed", "held_out.jsonl", *small]
     sizes = {"RANKS": "2", "TOKENS": "300", "WORKERS": "1", "LENGTH": "256"}
@@ -123,12 +126,23 @@ def test_the_speedrun_gives_an_answer_on_two_ranks(folder: Path):
             "OMP_NUM_THREADS": "1",
         }
     )
-    for _ in range(2):
-        result = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    # Ctrl-C stops the training of the second model.
     runs = folder / "runs/speedrun"
+    with (folder / "log").open("w") as log:
+        script = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        first = runs / "transformer/checkpoints/step_00000002"
+        while script.poll() is None and not first.exists():
+            time.sleep(0.02)
+        os.killpg(script.pid, signal.SIGINT)
+        assert script.wait() == 75, (folder / "log").read_text()[-3000:]
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    (resumed,) = re.findall(r"resuming from \S*transformer/checkpoints/step_(\d+)", result.stdout)
+    assert 2 <= int(resumed) < 16
     report = (runs / "report/report.md").read_text()
     assert re.search(r"\| (better|worse|undecided) \|", report)
     assert (runs / "compared/compare.md").is_file() and (runs / "diff_v2_hf/config.json").is_file()
