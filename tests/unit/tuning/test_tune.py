@@ -311,6 +311,7 @@ def test_the_pages_have_the_measured_rows():
             assert f"| {tuning.describe_shape(each.shape)} | {' | '.join(row)} |" in table
         second = again.of_shape(each.shape)
         assert each.fastest and second and second.fastest
-        assert each.fastest.backend == second.fastest.backend
+        times = {tried.backend: tried.seconds for tried in second.candidates}
+        assert times[each.fastest.backend] <= 1.03 * second.fastest.seconds
     page = (RESULTS.parent / "kernels.md").read_text()
     assert all(f"| {' | '.join(row)} |" in page for row in kernel_rows(several[0]))
