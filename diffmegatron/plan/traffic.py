@@ -273,7 +273,13 @@ def _ring_messages(recipe: Recipe, kind: AttentionKind) -> _RingMessages:
         leaving, arriving = (sum(each) / 2 for each in zip(*hops, strict=True))
         calls = sum(any(each) for each in hops)
         of_ranks.append(_RingMessages(leaving, arriving, calls, 2 * calls))
-    return max(of_ranks, key=lambda each: (each.shards + each.gradient_shards, each.exchanges))
+
+    def sent(each: _RingMessages) -> float:
+        passes = attention_passes(recipe) + 1
+        kept = passes * BYTES[recipe.training.precision] * each.shards
+        return kept + FLOAT32 * each.gradient_shards
+
+    return max(of_ranks, key=sent)
 
 
 def _pipeline(recipe: Recipe, stage: int) -> float:
