@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.api import diff_attention
+from diffmegatron.attention.kernels.masks import build_mask
 from diffmegatron.attention.kernels.pytorch.blocked import ROWS_PER_BLOCK
 from tests.kernels.loops import loop_diff_attention, make_inputs, relative_error, value_and_grads
 
@@ -172,6 +173,8 @@ def test_a_window_that_hides_no_key_changes_no_bit(window, options):
     )
     assert torch.equal(out, plain)
     assert all(map(torch.equal, grads, plain_grads))
+    # Other backends, too, get the same mask and run the same kernel.
+    assert build_mask(9, 9, window=window, **options) == build_mask(9, 9, **options)
 
 
 def test_documents_longer_than_a_row_block_equal_each_document_alone():

@@ -40,7 +40,11 @@ def stopped_at_10(finished: Path, run_dir: Path) -> None:
     [
         ("model.attention.qk_norm=true", "model.attention.output_gate=elementwise"),
         ("model.baseline=true",),
-        ("model.attention.kind=diff_v2", "model.attention.output_gate=headwise"),
+        (
+            "model.attention.kind=diff_v2",
+            "model.attention.output_gate=headwise",
+            "model.attention.window=24",
+        ),
         ("optimizer.kind=muon",),
     ],
 )

@@ -4,8 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from diffmegatron.config.attention_backend import attention_shape, subtraction_shape
+from diffmegatron.config.attention_backend import (
+    attention_shape,
+    planned_backend,
+    subtraction_shape,
+)
 from diffmegatron.config.schema import Recipe
+from diffmegatron.errors import UserError
+from diffmegatron.measurements.records import KernelShape
 
 V1 = {"signal_heads": 4, "noise_heads": 4, "kv_heads": 2, "head_dim": 8, "has_norm": True}
 CALL = {"batch": 4, "length": 64, "keys": 64, "dtype": "float32", "features": ()}
@@ -35,6 +41,16 @@ CALL = {"batch": 4, "length": 64, "keys": 64, "dtype": "float32", "features": ()
             ("parallel.context=2", "parallel.context_communication=ulysses"),
             {"batch": 4, "length": 64, "signal_heads": 2, "kv_heads": 1},
         ),
+        (("model.attention.window=64",), {"window": None, "features": ()}),
+        (("model.attention.window=63",), {"window": 63, "features": ("windows",)}),
+        (
+            (
+                "model.attention.window=9",
+                "parallel.context=2",
+                "parallel.context_communication=ring",
+            ),
+            {"batch": 4, "features": ("chunks", "masked chunks", "offsets", "windows")},
+        ),
     ],
     ids=str,
 )
@@ -44,6 +60,24 @@ def test_the_shape_of_attention_on_one_rank(
     recipe = tiny_recipe(*overrides)
     shape = attention_shape(recipe, recipe.model.attention.kinds[0])
     assert {name: getattr(shape, name) for name in expected} == expected
+
+
+def test_a_backend_without_windows_is_refused(tiny_recipe):
+    recipe = tiny_recipe("model.attention.window=63", "training.attention_backend=sdpa_4call")
+    with pytest.raises(UserError, match=r"sdpa_4call.* cannot limit queries to a window of keys"):
+        planned_backend(recipe, recipe.model.attention.kinds[0])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 11, 12])
+@pytest.mark.parametrize("features", [(), ("chunks",)])
+def test_visible_pairs_are_counted(window, features):
+    sizes = {"length": 5, "keys": 5 if features else 12}
+    shape = KernelShape(
+        operation="softmax", dtype="float32", batch=3, head_dim=8, window=window, features=features,
+        **sizes,
+    )  # fmt: skip
+    queries = range(10) if features else range(7, 12)
+    assert shape.visible_pairs == 3 * sum(min(each + 1, window or 12) for each in queries)
 
 
 def test_diff_v2_attends_with_all_heads_and_subtracts(tiny_recipe):
