@@ -89,4 +89,5 @@ def test_the_committed_counts_cover_every_place_and_kind():
     for name, file in TESTED.items():
         tried = counts[name]["tried"]
         assert f"| `{file.removeprefix('tests/')}` | {tried} | {tried} |" in page
-    assert f"{number} places, {number * len(names):,} times" in (DOCS / "robustness.md").read_text()
+    words = " ".join((DOCS / "robustness.md").read_text().split())
+    assert f"{number} places, {number * len(names):,} times" in words
