@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from diffmegatron.attention.kernels.registry import Call, choose_backend, find_backend, why_not
-from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.kind import AttentionKind, kind_in_words
 from diffmegatron.config.attention_backend import (
     attention_call,
     attention_shape,
@@ -73,11 +73,11 @@ def choose_kernels(recipe: RecipeSections, here: Surroundings) -> Choice:
             name, reason = named, "named by the recipe"
         if before not in (None, name):
             lines.append(
-                f"attention of {kind.kind}: {name} instead of {before} ({reason}), so the last "
-                "bits of the next losses differ"
+                f"attention of {kind_in_words(kind)}: {name} instead of {before} ({reason}), so "
+                "the last bits of the next losses differ"
             )
         elif before is None and named == "auto":
-            lines.append(f"attention of {kind.kind}: {name} ({reason})")
+            lines.append(f"attention of {kind_in_words(kind)}: {name} ({reason})")
     lines = list(dict.fromkeys(lines))
     if not kinds:
         return Choice(None, tuple(lines))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kernels.registry import known_backend
-from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.kind import AttentionKind, kind_in_words
 from diffmegatron.config.attention_backend import (
     PLANNED_LIBRARIES,
     attention_shape,
@@ -279,8 +279,8 @@ def _attention_in_words(recipe: Recipe, kind: AttentionKind, hardware: Hardware)
     if rates.is_measured:
         reached = f"{rates.forward:.0%} and {rates.backward:.0%} of the peak (measured)"
     return (
-        f"attention {kind.kind}: backend {name}{reason}; multiply-adds per {pairs} and head: "
-        f"{forward} forward, {backward} backward; {reached}"
+        f"attention {kind_in_words(kind)}: backend {name}{reason}; multiply-adds per {pairs} and "
+        f"head: {forward} forward, {backward} backward; {reached}"
     )
 
 

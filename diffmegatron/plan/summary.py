@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from diffmegatron.attention.costs import costs_of
+from diffmegatron.attention.kinds.kind import window_in
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.width_scaling import scaling_in_words
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
@@ -38,6 +39,8 @@ class Plan:
         heads: description of the kind's heads in words.
         exported_class: name of the Hugging Face class of an export; None if it will be refused.
         kv_cache_bytes_per_token: bytes per token of the key-value cache, over all layers.
+        kv_cache_bytes: bytes of the key-value cache of ``training.seq_length`` tokens, of which a
+            layer with a window keeps as many as it shows; None without windows.
         served_cache_bytes_per_token: the same in a serving engine.
         width_scaling: factors of muP for matrices of layers, in words; None without muP.
         parameters: numbers of parameters of the unsharded network.
@@ -56,6 +59,7 @@ class Plan:
     head_dim: int
     exported_class: str | None
     kv_cache_bytes_per_token: int
+    kv_cache_bytes: int | None
     served_cache_bytes_per_token: int
     width_scaling: str | None
     baseline_num_heads: int
@@ -135,6 +139,7 @@ def plan_recipe(
         head_dim=attention.head_dim,
         exported_class=exported_class(attention, model.hidden_size),
         kv_cache_bytes_per_token=sum(n * each.kv_cache_bytes(element) for n, each in costs),
+        kv_cache_bytes=_kv_cache_bytes(recipe),
         served_cache_bytes_per_token=sum(n * each.served_cache_bytes(element) for n, each in costs),
         width_scaling=scaling_in_words(recipe),
         baseline_num_heads=baseline.attention.num_heads,
@@ -151,6 +156,17 @@ def plan_recipe(
         time=estimate_time(recipe, ranks, found),
         assumptions=sentences(recipe, found),
         warnings=warnings(recipe, layout, memory, found.name),
+    )
+
+
+def _kv_cache_bytes(recipe: Recipe) -> int | None:
+    kinds, length = counted_kinds(recipe.model), recipe.training.seq_length
+    if all(kind.window is None for kind, _ in kinds):
+        return None
+    element = BYTES[recipe.training.precision]
+    return sum(
+        count * costs_of(kind).kv_cache_bytes(element) * (window_in(kind, length) or length)
+        for kind, count in kinds
     )
 
 

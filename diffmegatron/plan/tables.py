@@ -110,6 +110,9 @@ def _run_table(plan: Plan) -> Table:
         ("KV cache per token, decoding", f"{plan.kv_cache_bytes_per_token:,} bytes"),
         ("class of an export, unless of a pretrained model", plan.exported_class or "none"),
     ]
+    if plan.kv_cache_bytes is not None:
+        cache = f"{plan.kv_cache_bytes / 2**30:.2f} GiB"
+        rows.append(("KV cache of a sequence, decoding with windows", cache))
     if plan.width_scaling is not None:
         rows.append(("muP, matrices of layers", plan.width_scaling))
     if plan.exported_class is not None:

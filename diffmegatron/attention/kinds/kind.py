@@ -171,6 +171,11 @@ def window_in(kind: AttentionKind, length: int) -> int | None:
     return None if kind.window is None or kind.window >= length else kind.window
 
 
+def kind_in_words(kind: AttentionKind) -> str:
+    """Return the name of a kind, and its window if it has one, such as "diff_v1, window 4,096"."""
+    return kind.kind if kind.window is None else f"{kind.kind}, window {kind.window:,}"
+
+
 Kind = TypeVar("Kind", bound=AttentionKind)
 
 

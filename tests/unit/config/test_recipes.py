@@ -441,6 +441,9 @@ def test_the_64k_pattern_has_windows_in_three_of_four_layers_and_starts_from_who
     per_key = 28 * 2 * 2 * 24 * 128
     saved = papers.flops_per_token.training - plan.flops_per_token.training
     assert saved == pytest.approx(3 * (1 - share) * 32768 * per_key, rel=1e-9)
+    # A token has keys and values of 24 x 128 channels each, in bf16.
+    assert plan.kv_cache_bytes == 2 * 24 * 128 * 2 * (7 * 65536 + 21 * 4096)
+    assert papers.kv_cache_bytes is None
 
 
 @pytest.mark.parametrize(
