@@ -10,7 +10,7 @@ from typing import Literal
 from diffmegatron.section import Section
 
 # PyPI names of the libraries whose kernels a training step may run.
-_LIBRARIES = ("torch", "triton", "flash-attn", "flex-head-fa", "flash-attn-4")
+_LIBRARIES = ("torch", "triton", "megatron-core", "flash-attn", "flex-head-fa", "flash-attn-4")
 _CUDNN_FRONTEND = "nvidia-cudnn-frontend"
 _PACKAGE = Path(__file__).parent.parent
 # Files with kernels, or with code that launches them.

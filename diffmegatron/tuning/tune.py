@@ -107,23 +107,23 @@ def _measure_on_one_rank(
         known = known.updated(measurements_of(machine, out) or new)
     new = new.updated(Measurements(machine=machine, collectives=tuple(collectives)))
     progress, until = _Progress(), time.perf_counter() + _CONFIGURATION_SECONDS
-    tuned = None
+    is_kept = out is None
     shapes = dict.fromkeys(shape for recipe in recipes for shape in kernel_shapes(recipe))
     # The losses come last, because their collectives make a lost GPU harder to leave.
     for shape in sorted(shapes, key=lambda each: each.operation == "loss"):
         progress.print(describe_shape(shape))
         measured = measure_kernel(shape, device, known.of_shape(shape), until)
         new = new.updated(Measurements(machine=machine, kernels=(measured,)))
-        if tuned is None or tuned.path is not None:
-            tuned = _write(known, new, out)  # Keep what is measured if the command is killed.
         if lost := next((each for each in measured.candidates if each.lost_device), None):
             then = "it is left out from now on, so run the same command again"
-            if tuned.path is None:
+            if _write(known, new, out).path is None:
                 then = "run the command with --out FILE until it ends; each time it leaves out more"
             raise UserError(
                 f"backend {lost.backend} has made the GPU unusable for this process "
                 f"({lost.problem}); {then}"
             )
+        # The cache keeps what is measured if the command is killed. ``out`` is replaced only once.
+        is_kept = is_kept and _write(known, new, None).path is not None
     for recipe in recipes:
         progress.print(f"matrix products of {recipe.run_dir}")
         products = tuple(measure_products(recipe, device, _PRODUCT_SECONDS))
@@ -131,7 +131,7 @@ def _measure_on_one_rank(
     progress.print("memory")
     memory = measure_memory(device, _COPY_SECONDS)
     new = new.updated(Measurements(machine=machine, memory=memory))
-    if tuned is not None and tuned.path is None:
+    if out is None and not is_kept:
         return Tuned(known.updated(new), None)
     return _write(known, new, out)
 

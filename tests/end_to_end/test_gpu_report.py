@@ -234,6 +234,6 @@ def test_preflight_computes_with_the_kernels_of_a_simulated_gpu(simulated):
     *_, result = simulated[1]
     if isinstance(result, SimulationError):
         raise result
-    names = ["a matrix product", "softmax attention (triton)"]
+    names = ["a matrix product", "softmax attention (triton)", "the loss (triton)"]
     assert [*result.outcome["bits"]] == names
     assert result.outcome["device"] == "simulated NVIDIA H100 80GB HBM3"

@@ -177,11 +177,11 @@ def compile_launches(
 
 
 def compile_subtraction(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """Compile the kernels of `subtract_noise` with four signal heads per noise head."""
+    """Compile the kernels of `subtract_noise` for logits, with four signal heads per noise head."""
     heads = torch.zeros(1, 512, 10, head_dim, dtype=dtype, requires_grad=True)
-    lambda_ = torch.zeros(1, 512, 8, requires_grad=True)
+    logits = torch.zeros(1, 512, 8, dtype=dtype, requires_grad=True)
     with pretended_gpu(capability) as kernels:
-        out = subtraction.subtract_noise(heads, lambda_)
+        out = subtraction.subtract_noise(heads, logits, sigmoid=True)
         out.backward(torch.zeros_like(out))
     return {name.removesuffix("_kernel"): kernel for name, kernel in kernels.items()}
 

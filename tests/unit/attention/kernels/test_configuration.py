@@ -17,6 +17,8 @@ from diffmegatron.attention.kernels.registry import (
 )
 from diffmegatron.attention.kernels.triton import block_sizes
 from diffmegatron.attention.kernels.triton.block_sizes import ChipClass, other_configurations
+from diffmegatron.config.attention_backend import planned_backend
+from diffmegatron.errors import UserError
 
 TRITON = frozenset({"triton"})
 
@@ -57,6 +59,15 @@ def test_other_names_are_unknown(name):
         assert find_backend(operation, name) is None
     with pytest.raises(ValueError, match="is unknown; choose auto or reference, "):
         choose_backend(name, Call("softmax", "cuda", "bfloat16", 64), TRITON)
+
+
+def test_a_recipe_may_name_a_configuration(tiny_recipe):
+    name = "triton:split+dq=64x32x4x2"
+    recipe = tiny_recipe(f"training.attention_backend={name}", "model.attention.head_dim=64")
+    (kind,) = recipe.model.attention.kinds
+    assert planned_backend(recipe, kind) == name
+    with pytest.raises(UserError, match=r"triton:fast.* should be 'auto' or one of reference, "):
+        tiny_recipe("training.attention_backend=triton:fast")
 
 
 @pytest.mark.parametrize("target", ChipClass)
