@@ -96,7 +96,7 @@ def export(
     from diffmegatron.checkpoint.checkpoint_format import read_recipe
 
     model = read_recipe(directory).model
-    NetworkExport(model.attention, model.hidden_size).check()
+    NetworkExport(model.attention, model.hidden_size, model.num_layers).check()
     with importing_engines():
         from diffmegatron.hf.export_checkpoint import export_checkpoint
 

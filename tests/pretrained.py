@@ -47,6 +47,8 @@ YARN = {
     "attention_factor": None,
     "mscale": 1.0,
 }
+# The first layer sees all tokens, and the others have a window.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama 2": {"model_type": "llama", "num_key_value_heads": 6, "rms_norm_eps": 1e-6},
     "llama 3.2": {"model_type": "llama", "rope_parameters": LLAMA3, **TIED},
@@ -62,9 +64,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 10,
         "head_dim": 8,
     },
+    "mistral, windows": {"model_type": "mistral", "sliding_window": 9},
     "qwen2": {"model_type": "qwen2", **TIED},
+    "qwen2, windows": {"model_type": "qwen2", **WINDOWS},
     "qwen2.5": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6}},
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "qwen3, windows": {"model_type": "qwen3", "num_hidden_layers": 4, **WINDOWS},
     "gated_llama": {"model_type": "gated_llama", "qk_norm": True},
     "seed_oss": {
         "model_type": "seed_oss",
@@ -82,6 +87,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "diffllama": {"model_type": "diffllama"},
     "diff_v2": {
         "model_type": "diff_v2",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
         "signal_per_noise": 2,
         "head_dim": 8,
         "qk_norm": True,

@@ -4,7 +4,7 @@ This module replaces the attention function of ``transformers``. To save memory,
 computed for one block of rows (queries) at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diffmegatron.errors import UserError
 from diffmegatron.evaluation.head_maps import HeadMaps, maps_of
 from diffmegatron.evaluation.model import Model
 
@@ -35,21 +35,27 @@ class CapturedCall(NamedTuple):
         key: keys after rotary embedding, [key heads, s, d]. Consecutive query heads share a key
             head.
         scaling: factor of the dot products of queries and keys.
+        window: number of keys that a query sees, its own included; None for all before it.
     """
 
     query: Tensor
     key: Tensor
     scaling: float
+    window: int | None
 
     def logits(self, first: int, end: int) -> Tensor:
         """Return the logits of queries ``first`` to ``end - 1``.
 
-        They are float32 [query heads, end - first, end], and -inf for keys after the query.
+        They are float32 [query heads, end - first, end], and -inf for keys after the query or
+        before its window.
         """
         query = self.query[:, first:end].float().unflatten(0, (len(self.key), -1))
         logits = torch.einsum("kqrd,ktd->kqrt", query, self.key[:, :end].float()) * self.scaling
-        future = torch.ones(end - first, end, dtype=torch.bool, device=logits.device)
-        return logits.flatten(0, 1).masked_fill(future.triu(first + 1), -torch.inf)
+        every = torch.ones(end - first, end, dtype=torch.bool, device=logits.device)
+        hidden = every.triu(first + 1)
+        if self.window is not None:
+            hidden |= every.tril(first - self.window)
+        return logits.flatten(0, 1).masked_fill(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,15 @@ class LayerAttention:
         return self.head_maps.subtracted(self.module, softmax, self.hidden[first:end])
 
 
-def _captured(module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> CapturedCall:
+def _captured(
+    module: nn.Module, query: Tensor, key: Tensor, options: Mapping[str, Any]
+) -> CapturedCall:
     """Return a call without the repeated query heads of a ``GroupedDiffAttention`` module."""
     heads = getattr(module, "map_heads", None)
     if heads is not None:
         key = key.repeat_interleave(len(query) // len(key), dim=0)[heads]
         query = query[heads]
-    return CapturedCall(query, key, scaling)
+    return CapturedCall(query, key, options["scaling"], options.get("sliding_window"))
 
 
 def row_blocks(heads: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -127,10 +135,9 @@ def watch_attention(model: Model, watch: Callable[[LayerAttention], object]) -> 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        _check(model, options)
         # DiffLlama calls this function for each half of the values, with the same queries and keys.
         if not calls:
-            calls.append(_captured(module, query[0], key[0], options["scaling"]))
+            calls.append(_captured(module, query[0], key[0], options))
         return ALL_ATTENTION_FUNCTIONS[_USUAL](module, query, key, value, mask, **options)
 
     def end(number: int, module: nn.Module, args: tuple, options: dict, output: object) -> None:
@@ -162,8 +169,9 @@ def quantize_logits(model: Model, bits: int) -> Iterator[None]:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        _check(model, options)
-        call, values = CapturedCall(query[0], key[0], options["scaling"]), value[0].float()
+        window = options.get("sliding_window")
+        call = CapturedCall(query[0], key[0], options["scaling"], window)
+        values = value[0].float()
         blocks = list(row_blocks(len(call.query), call.query.shape[1]))
         largest = max(_largest(call.logits(*block)) for block in blocks)
         step = largest / levels if largest else 1.0
@@ -195,21 +203,14 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network by ``attend`` in a ``with`` block.
 
-    ``attend`` must be causal, because transformers creates no mask for it.
+    The mask is that of ``sdpa``: None for causal attention to all tokens before the query.
     """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
     network.config._attn_implementation = _NAME
     try:
         yield
     finally:
         network.config._attn_implementation = usual
         del ALL_ATTENTION_FUNCTIONS[_NAME]
-
-
-def _check(model: Model, options: dict[str, Any]) -> None:
-    if options.get("sliding_window") is not None:
-        raise UserError(
-            f"{model.target.name} has a sliding_window of {options['sliding_window']}; this suite "
-            "needs models that attend to the whole context"
-        )

@@ -14,6 +14,7 @@ from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.kinds import HuggingFace, NetworkExport, model_types, read_attention
+from diffmegatron.hf.kinds.network import FULL, SLIDING, WINDOWED, sliding_layers
 from diffmegatron.hf.modeling import CLASSES, register
 from diffmegatron.hf.modeling.configuration_diff_base import rope_of_transformers_4
 from diffmegatron.section import MAX_SIZE
@@ -25,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
-    "sliding_window": (None,),
     "is_causal": (True, None),
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
@@ -40,7 +40,6 @@ _NEUTRAL_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # File of a PEFT adapter.
 _ADAPTER = "adapter_config.json"
-_FULL = "full_attention"
 # transformers creates lists with an entry per layer. Too many layers would exhaust memory.
 _MAX_LAYERS = 10_000
 # Kind of RoPE scaling -> {key in a recipe's rope_scaling: key in rope_parameters of config.json}.
@@ -69,7 +68,7 @@ def to_hf_config(recipe: Recipe, end_of_document: int, dtype: torch.dtype) -> Pr
     """Return the configuration of the Hugging Face class that computes the recipe's network."""
     model = recipe.model
     described = hugging_face_class(model)
-    values = network_keys(model) | {
+    values = network_keys(model, described.model_type) | {
         **described.fixed,
         "max_position_embeddings": recipe.training.seq_length,
         "initializer_range": model.initialization.std,
@@ -100,11 +99,15 @@ def write_config(config: PretrainedConfig, directory: Path) -> None:
 
 def hugging_face_class(model: ModelConfig) -> HuggingFace:
     """Return the description of the Hugging Face class that computes a recipe's network."""
-    return NetworkExport(model.attention, model.hidden_size).hugging_face()
+    return _export(model).hugging_face()
 
 
-def network_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a Hugging Face configuration that describe a recipe's network."""
+def _export(model: ModelConfig) -> NetworkExport:
+    return NetworkExport(model.attention, model.hidden_size, model.num_layers)
+
+
+def network_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the keys of a configuration of ``model_type`` that describe a recipe's network."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if (scaling := model.rope_scaling) is not None:
         rope |= {"rope_type": scaling.kind} | _rope_parameters(scaling)
@@ -116,7 +119,8 @@ def network_keys(model: ModelConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
-        **hugging_face_class(model).config,
+        **_export(model).hugging_face().config,
+        **_export(model).window_keys(model_type),
     }
 
 
@@ -138,7 +142,7 @@ def changed_keys(config: PretrainedConfig, recipe: Recipe) -> dict[str, Any]:
     ``max_position_embeddings`` changes only if the recipe's sequences are longer.
     """
     changed = {}
-    for key, value in network_keys(recipe.model).items():
+    for key, value in network_keys(recipe.model, config.model_type).items():
         own = getattr(config, key, None)
         # The pretrained model may have more RoPE parameters, and the recipe leaves defaults out.
         is_same = _is_same_rope(value, own or {}) if key == "rope_parameters" else own == value
@@ -201,11 +205,21 @@ def read_config(folder: Path) -> PretrainedConfig:
     for key, allowed in neutral.items():
         if values.get(key) not in allowed:
             raise _no_equivalent(path, key, values[key], str(allowed[0]))
-    kinds = set(values.get("layer_types") or [_FULL])
-    if kinds != {_FULL}:
-        raise _no_equivalent(path, "layer_types", sorted(kinds), _FULL)
+    _check_windows(path, values)
     _check_rope(path, raw, values["rope_parameters"])
     return config
+
+
+def _check_windows(path: Path, values: Mapping[str, Any]) -> None:
+    model_type, window = values["model_type"], values.get("sliding_window")
+    types = sorted({*(values.get("layer_types") or ())})
+    known = {FULL, SLIDING} if model_type in WINDOWED else {FULL}
+    if not known.issuperset(types):
+        raise _no_equivalent(path, "layer_types", types, ", ".join(sorted(known)))
+    if any(sliding_layers(values)):
+        _check_count(path, values, "sliding_window", MAX_SIZE)
+    elif model_type not in WINDOWED and window is not None:
+        raise _no_equivalent(path, "sliding_window", window, "null")
 
 
 def _check_count(path: Path, values: Mapping[str, Any], key: str, most: int) -> None:

@@ -19,7 +19,7 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 def table(model: ModelConfig, step: int = 0) -> tuple[WeightRule, ...]:
     """Return the rules that convert all weights of a model after ``step`` training steps."""
-    export = NetworkExport(model.attention, model.hidden_size)
+    export = NetworkExport(model.attention, model.hidden_size, model.num_layers)
     export.hugging_face()  # Raises an error if the settings of a kind have no class.
     norm = (model.hidden_size,)
     rules = [_vocabulary(model, "embedding.word_embeddings", "model.embed_tokens")]

@@ -87,6 +87,12 @@ def write_export(
     described = hugging_face_class(recipe.model)
     if original is not None and not original.can_compute(described):
         original = None
+    if original is None and described.model_type == "qwen2":
+        raise UserError(
+            "model.attention has a window and qkv_bias, which only Qwen2's class computes, and "
+            "transformers 5 loads Qwen's own tokenizer for it; only a run that started from a "
+            "Qwen2 model can be exported"
+        )
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
     check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)
     with atomic_directory(out) as directory:

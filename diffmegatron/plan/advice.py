@@ -20,13 +20,14 @@ def warnings(
 
     ``memory`` has one entry per pipeline stage, and ``hardware`` is a name in ``ACCELERATORS``.
     """
+    model = recipe.model
     return (
-        *recipe.model.attention.warnings(
-            recipe.model.hidden_size,
-            count_parameters(recipe.model).without_embeddings,
+        *model.attention.warnings(
+            model.hidden_size,
+            count_parameters(model).without_embeddings,
             recipe.optimizer.lr * matrix_rate(recipe),
         ),
-        *filter(None, [export_problem(recipe.model.attention, recipe.model.hidden_size)]),
+        *filter(None, [export_problem(model.attention, model.hidden_size, model.num_layers)]),
         *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),
         *_fp8_warnings(recipe, hardware),

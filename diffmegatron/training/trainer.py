@@ -139,7 +139,9 @@ def train(
     hooks = [*builtin_hooks(recipe, evaluators), *hooks]
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
-    problem = export_problem(recipe.model.attention, recipe.model.hidden_size)
+    problem = export_problem(
+        recipe.model.attention, recipe.model.hidden_size, recipe.model.num_layers
+    )
     if problem is not None and launch.rank == 0:
         print_line(f"warning: {problem}")
     run_dir = Path(recipe.run_dir)

@@ -31,21 +31,25 @@ GROUPED = {"kind": "grouped", "num_kv_heads": 2, "head_dim": 32}
 # query heads and 4 key-value heads in its attention call.
 KINDS: dict[str, Any] = {
     "pattern": [
-        V2 | {"num_heads": 4, "layers": 1, "output_gate": "elementwise"},
+        V2 | {"num_heads": 4, "layers": 1, "output_gate": "elementwise", "window": 24},
         V1 | {"num_heads": 2, "num_kv_heads": 1, "layers": 2},
         {"kind": "softmax", "num_heads": 8, "num_kv_heads": 4, "output_gate": "elementwise"},
     ],
     "diff_v2": V2 | {"signal_per_noise": 4, "num_heads": 8, "num_kv_heads": 2},
-    "diff_v2_r1": V2 | {"num_heads": 4, "num_kv_heads": 2},
+    "diff_v2_r1": [
+        V2 | {"num_heads": 4, "num_kv_heads": 2, "window": 24, "layers": 1},
+        V2 | {"num_heads": 4, "num_kv_heads": 2, "layers": 2},
+    ],
     "diff_v1": V1 | {"num_heads": 4, "num_kv_heads": 2},
     "grouped": GROUPED | {"signal_per_noise": 3, "num_heads": 6},
-    "grouped_r1": GROUPED | {"signal_per_noise": 1, "num_heads": 4, "qk_norm": True},
+    "grouped_r1": GROUPED | {"signal_per_noise": 1, "num_heads": 4, "qk_norm": True, "window": 24},
     "dex": {
         "kind": "dex",
         "num_heads": 8,
         "num_kv_heads": 2,
         "selected_heads": [[0, 2], [1]],
         "annealing_steps": None,
+        "window": 24,
     },
 }
 

@@ -230,7 +230,7 @@ def test_an_export_without_a_rule_for_a_parameter_is_refused(tiny_recipe, proces
     try:
         with pytest.raises(UserError, match=r"has no rule for its parameter shift"):
             table(model)
-        assert "shift" in export_problem(model.attention, model.hidden_size)
+        assert "shift" in export_problem(model.attention, model.hidden_size, model.num_layers)
     finally:
         del EXPORTS[Shifted]
 

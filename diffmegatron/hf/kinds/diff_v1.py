@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class DiffV1Export(Export[DiffV1]):
     """DiffLlama, or grouped attention with r = 1 for what DiffLlama does not compute.
 
-    DiffLlama has no ``qk_norm``, no ``output_gate``, no constant lambda_init, no output without the
-    headwise norm, and no layers of other kinds.
+    DiffLlama has no ``qk_norm``, no ``output_gate``, no ``window``, no constant lambda_init, no
+    output without the headwise norm, and no layers of other kinds.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("diffllama",)
@@ -31,7 +31,7 @@ class DiffV1Export(Export[DiffV1]):
     def _fits_diffllama(self) -> bool:
         kind = self.kind
         is_exponential = kind.lambda_init.policy == "exponential"
-        has_additions = kind.qk_norm or kind.output_gate is not None
+        has_additions = kind.qk_norm or (kind.output_gate, kind.window) != (None, None)
         return is_exponential and kind.headwise_norm and not has_additions
 
     @override

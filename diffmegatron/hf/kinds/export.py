@@ -71,11 +71,6 @@ def register_export(kind: type[AttentionKind]) -> Callable[[OwnExport], OwnExpor
 
 def export_of(kind: AttentionKind, hidden_size: int) -> Export[Any]:
     """Return the export of a kind, or raise UserError if none is registered."""
-    if kind.window is not None:
-        raise UserError(
-            f"model.attention.window {kind.window} cannot be exported: the exported classes have "
-            "no windows yet; give null"
-        )
     export = EXPORTS.get(type(kind))
     if export is None:
         raise UserError(

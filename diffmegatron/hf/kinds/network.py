@@ -1,33 +1,65 @@
 """Export of networks with layers of several kinds, as this package's class MixedDiffForCausalLM."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.attention.kinds.layer_kinds import LAYERS, LayerKinds
+from diffmegatron.attention.kinds.layer_kinds import LAYERS, LayerKinds, without_windows
 from diffmegatron.errors import UserError
 from diffmegatron.hf.kinds.export import EXPORTS, export_of
 from diffmegatron.hf.kinds.weight_rules import HuggingFace, WeightRule
 
 MIXED = "mixed_diff"
 # Model types whose attention the exported file modeling_mixed_diff.py can compute.
-EXPORTED = ("llama", "mistral", "qwen3", "seed_oss", "grouped_diff", "diff_v2", "gated_llama")
+EXPORTED = (
+    *("llama", "mistral", "qwen2", "qwen3", "seed_oss"),
+    *("grouped_diff", "diff_v2", "gated_llama"),
+)
+# Model types with a window in the layers that ``layer_types`` lists. Mistral's window is in all.
+WINDOWED = ("qwen2", "qwen3", "grouped_diff", "diff_v2", "gated_llama", MIXED)
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class NetworkExport:
     """Export of a network's attention: that of its kind, or a class with a kind for each layer."""
 
-    def __init__(self, attention: LayerKinds, hidden_size: int) -> None:
-        """Raise UserError if a kind of the network has no export."""
+    def __init__(self, attention: LayerKinds, hidden_size: int, num_layers: int) -> None:
+        """Raise UserError if a kind of the network has no export, or windows have two sizes."""
         self.attention, self.hidden_size = attention, hidden_size
         exports = [export_of(each, hidden_size) for each in attention.kinds]
         self._exports = exports if len(exports) == 1 else [each.beside_others() for each in exports]
+        self._windows = [attention.of_layer(layer).window for layer in range(num_layers)]
+        sizes = sorted({each for each in self._windows if each is not None})
+        if len(sizes) > 1:
+            raise UserError(
+                f"model.attention has windows of {' and '.join(map(str, sizes))} tokens, and a "
+                "model of Hugging Face has one sliding_window; give all windows one size"
+            )
+        self._window = sizes[0] if sizes else None
+
+    def window_keys(self, model_type: str) -> dict[str, Any]:
+        """Return the keys of a configuration that describe the windows of all layers."""
+        if model_type == "mistral":
+            return {"sliding_window": self._window}
+        if model_type not in WINDOWED:
+            return {}
+        types = [FULL if each is None else SLIDING for each in self._windows]
+        keys = {"sliding_window": self._window, "layer_types": types}
+        if model_type in ("qwen2", "qwen3"):
+            keys["use_sliding_window"] = self._window is not None
+        return keys
 
     def hugging_face(self) -> HuggingFace:
-        """Return the model class of the export, or raise UserError if no class fits."""
+        """Return the model class of the export, or raise UserError if no class fits.
+
+        Its keys do not have the windows, which :meth:`window_keys` returns.
+        """
         described = [each.hugging_face() for each in self._exports]
-        if len(described) == 1:
-            return described[0]
+        if len(without_windows(self.attention).kinds) == 1:
+            # The class of layers with a window can compute layers without one.
+            kinds = zip(self.attention.kinds, described, strict=True)
+            return max(kinds, key=lambda each: each[0].window is not None)[1]
         entries = []
         for kind, layers, each in zip(
             self.attention.kinds, self.attention.layers, described, strict=True
@@ -87,20 +119,20 @@ def _check_parameters(
         )
 
 
-def export_problem(attention: LayerKinds, hidden_size: int) -> str | None:
+def export_problem(attention: LayerKinds, hidden_size: int, num_layers: int) -> str | None:
     """Return the sentence with which an export of the network will be refused, or None."""
     try:
-        NetworkExport(attention, hidden_size).check()
+        NetworkExport(attention, hidden_size, num_layers).check()
     except UserError as error:
         return str(error)
     return None
 
 
-def exported_class(attention: LayerKinds, hidden_size: int) -> str | None:
+def exported_class(attention: LayerKinds, hidden_size: int, num_layers: int) -> str | None:
     """Return the name of the model class of an export; None if the export will be refused."""
-    if export_problem(attention, hidden_size) is not None:
+    if export_problem(attention, hidden_size, num_layers) is not None:
         return None
-    return NetworkExport(attention, hidden_size).hugging_face().architecture
+    return NetworkExport(attention, hidden_size, num_layers).hugging_face().architecture
 
 
 def model_types() -> list[str]:
@@ -110,13 +142,45 @@ def model_types() -> list[str]:
 
 def read_attention(config: Mapping[str, Any]) -> LayerKinds:
     """Return the attention that a configuration with one of :func:`model_types` describes."""
-    if config["model_type"] != MIXED:
-        return LayerKinds(kinds=(_read_kind(config),))
-    entries = config["layer_kinds"]
-    return LayerKinds(
-        kinds=tuple(_read_kind({**config, **each}) for each in entries),
-        layers=tuple(each[LAYERS] for each in entries),
+    entries = [config]
+    if config["model_type"] == MIXED:
+        entries = [{**config, **each} for each in config["layer_kinds"]]
+    attention = LayerKinds(
+        kinds=tuple(map(_read_kind, entries)),
+        layers=tuple(each.get(LAYERS) for each in entries),
     )
+    window = config.get("sliding_window")
+    return _with_windows(attention, [window if each else None for each in sliding_layers(config)])
+
+
+def sliding_layers(config: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer of a configuration whether it has the window ``sliding_window``."""
+    layers, model_type = config["num_hidden_layers"], config["model_type"]
+    if model_type == "mistral":
+        return [config["sliding_window"] is not None] * layers
+    # Older exports of this package have no layer_types.
+    types = config.get("layer_types") if model_type in WINDOWED else None
+    return [each == SLIDING for each in types or [FULL] * layers]
+
+
+def _with_windows(attention: LayerKinds, windows: Sequence[int | None]) -> LayerKinds:
+    """Return the kinds with a window for each layer; split entries whose windows differ."""
+    entries: dict[tuple[int, int | None], list[int]] = {}
+    for number, (_, ranges) in enumerate(attention.by_kind(len(windows))):
+        for layer in chain.from_iterable(ranges):
+            entries.setdefault((number, windows[layer]), []).append(layer + 1)
+    kinds = (attention.kinds[number].model_copy(update={"window": w}) for number, w in entries)
+    is_split = len(entries) > len(attention.kinds)
+    layers = map(_as_text, entries.values()) if is_split else attention.layers
+    return LayerKinds(kinds=tuple(kinds), layers=tuple(layers))
+
+
+def _as_text(numbers: Sequence[int]) -> str:
+    """Return rising numbers as ranges, such as "1, 5-8"."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    ranges = zip(starts, ends, strict=True)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in ranges)
 
 
 def is_served(model_type: str) -> bool:

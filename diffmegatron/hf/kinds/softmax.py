@@ -27,8 +27,9 @@ class SoftmaxExport(Export[Softmax]):
         """Return a model class and its configuration keys.
 
         With ``output_gate`` the class is this package's GatedLlama. Otherwise it is Hugging Face's
-        Qwen3, SeedOss, Mistral or Llama. With ``qkv_bias`` it is SeedOss. Qwen2 has the same
-        biases, but transformers 5 loads Qwen's own tokenizer for every Qwen2 model.
+        Qwen3, SeedOss, Qwen2, Mistral or Llama. With ``qkv_bias`` it is SeedOss, or with a window
+        Qwen2. Qwen2 has the same biases, but transformers 5 loads Qwen's own tokenizer for every
+        Qwen2 model. Mistral has a window in all layers.
         """
         kind = self.kind
         if kind.headwise_norm:
@@ -49,6 +50,8 @@ class SoftmaxExport(Export[Softmax]):
                 # Qwen2's config.json usually omits this default width. Omit it too, so that the
                 # export of an imported Qwen2 keeps its config.json.
                 del config["head_dim"]
+            if kind.window is not None:
+                return hf.HuggingFace("qwen2", "Qwen2ForCausalLM", config)
             fixed = {
                 "head_dim": kind.head_dim,
                 "attention_bias": True,
@@ -61,11 +64,17 @@ class SoftmaxExport(Export[Softmax]):
             )
         if kind.qk_norm:
             return hf.HuggingFace("qwen3", "Qwen3ForCausalLM", config)
-        if self.hidden_size % kind.num_heads:
-            # Llama's configuration requires that the number of heads divides the hidden size.
-            whole = {"sliding_window": None}
-            return hf.HuggingFace("mistral", "MistralForCausalLM", config | whole)
+        # Llama's configuration requires that the number of heads divides the hidden size.
+        if kind.window is not None or self.hidden_size % kind.num_heads:
+            return hf.HuggingFace("mistral", "MistralForCausalLM", config)
         return hf.HuggingFace("llama", "LlamaForCausalLM", config, also=("mistral",))
+
+    @override
+    def beside_others(self) -> "SoftmaxExport":
+        kind = self.kind
+        if kind.window is None or kind.qkv_bias or kind.qk_norm:
+            return self
+        return _SomeLayersExport(kind, self.hidden_size)
 
     def _gated(self) -> hf.HuggingFace:
         kind = self.kind
@@ -104,3 +113,11 @@ class SoftmaxExport(Export[Softmax]):
             qk_norm=config["qk_norm"] if is_gated else config["model_type"] == "qwen3",
             output_gate=config["output_gate"] if is_gated else None,
         )
+
+
+class _SomeLayersExport(SoftmaxExport):
+    """GatedLlama without a gate, for a window in some layers, which Mistral has in all."""
+
+    @override
+    def hugging_face(self) -> hf.HuggingFace:
+        return self._gated()

@@ -11,8 +11,14 @@ from transformers.utils.versions import require_version
 require_version("transformers>=4.57")
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 class DiffBaseConfig(PretrainedConfig):
     """Configuration with Llama's keys, except those for biases and dropout.
+
+    As in Qwen2's configuration, ``layer_types`` has an entry for each layer. A query of a layer
+    with "sliding_attention" sees its own key and the ``sliding_window`` - 1 keys before it.
 
     A subclass sets the keys of its attention before it calls this constructor, which checks them.
     The constructor derives ``auto_map`` from names. A subclass ``NameConfig`` with ``model_type``
@@ -56,6 +62,8 @@ class DiffBaseConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         tie_word_embeddings: bool = False,
         rope_parameters: dict[str, Any] | None = None,
+        layer_types: list[str] | None = None,
+        sliding_window: int | None = None,
         **kwargs: Any,
     ) -> None:
         sizes = {
@@ -78,6 +86,10 @@ class DiffBaseConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
         self.rope_parameters = rope_parameters
+        # Older exports lack both keys.
+        self.layer_types = layer_types or [FULL] * num_hidden_layers
+        self.sliding_window = sliding_window
+        _check_windows(self.layer_types, num_hidden_layers, sliding_window)
         gate = getattr(self, "output_gate", None)
         if gate not in (None, "elementwise", "headwise"):
             raise ValueError(
@@ -111,6 +123,15 @@ class DiffBaseConfig(PretrainedConfig):
 
     def _check_attention(self) -> None:
         """Raise ValueError if a key of the attention is invalid; subclasses override this."""
+
+
+def _check_windows(layer_types: list[str], layers: int, sliding_window: int | None) -> None:
+    if len(layer_types) != layers or not {*layer_types} <= {FULL, SLIDING}:
+        raise ValueError(
+            f"layer_types is {layer_types!r}; give {layers} entries, each {FULL!r} or {SLIDING!r}"
+        )
+    if sliding_window is not None or SLIDING in layer_types:
+        check_positive("sliding_window", sliding_window)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -7,11 +7,12 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
 )
 
-from .configuration_diff_base import DiffBaseConfig
+from .configuration_diff_base import SLIDING, DiffBaseConfig
 from .configuration_diff_v2 import DiffV2Config
 from .configuration_gated_llama import GatedLlamaConfig
 from .configuration_grouped_diff import GroupedDiffConfig
@@ -19,12 +20,17 @@ from .configuration_grouped_diff import GroupedDiffConfig
 KINDS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "seed_oss": SeedOssConfig,
     "grouped_diff": GroupedDiffConfig,
     "diff_v2": DiffV2Config,
     "gated_llama": GatedLlamaConfig,
 }
+
+
+# Model types whose layers never have "sliding_attention" in ``layer_types`` of the mixed model.
+WITHOUT_WINDOWS = ("llama", "mistral", "seed_oss")
 
 
 class MixedDiffConfig(DiffBaseConfig):
@@ -37,8 +43,9 @@ class MixedDiffConfig(DiffBaseConfig):
             Llama's attention in all layers.
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
-        kwargs: Llama's keys, such as ``hidden_size``, and arguments of ``PretrainedConfig``. The
-            numbers of heads are those of the first mapping; only serving engines read them.
+        kwargs: Llama's keys, such as ``hidden_size`` and ``layer_types``, and arguments of
+            ``PretrainedConfig``. The numbers of heads are those of the first mapping; only serving
+            engines read them.
     """
 
     model_type = "mixed_diff"
@@ -69,13 +76,20 @@ class MixedDiffConfig(DiffBaseConfig):
 
     def layer_config(self, layer_idx: int) -> PretrainedConfig:
         """Return the configuration of the layer with index ``layer_idx`` (from 0)."""
-        own = dict(self.layer_kind(layer_idx))
+        own = {"head_dim": self.head_dim, **self.layer_kind(layer_idx)}
         own.pop("layers")
-        return KINDS[own.pop("model_type")](
+        model_type = own.pop("model_type")
+        if model_type == "mistral":
+            own["attention_bias"] = False  # LlamaAttention reads this key.
+        elif model_type not in WITHOUT_WINDOWS:
+            own |= {"layer_types": self.layer_types, "sliding_window": self.sliding_window}
+        if model_type in ("qwen2", "qwen3"):
+            own["use_sliding_window"] = self.sliding_window is not None
+        return KINDS[model_type](
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_hidden_layers,
             rms_norm_eps=self.rms_norm_eps,
-            **{"head_dim": self.head_dim, **own},
+            **own,
         )
 
     def _check_attention(self) -> None:
@@ -87,6 +101,11 @@ class MixedDiffConfig(DiffBaseConfig):
                 )
         for layer_idx in range(self.num_hidden_layers):
             each = self.layer_kind(layer_idx)
+            if each["model_type"] in WITHOUT_WINDOWS and self.layer_types[layer_idx] == SLIDING:
+                raise ValueError(
+                    f"layer_types has {SLIDING!r} for layer {layer_idx + 1}, and its model_type "
+                    f"{each['model_type']!r} has no windows here; give 'gated_llama'"
+                )
             if each.get("head_dim", self.head_dim) != self.head_dim:
                 raise ValueError(
                     f"layer_kinds has head_dim {each['head_dim']} and the model {self.head_dim}; "

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of a Llama with another attention."""
+"""Base classes of a Llama with another attention, with or without sliding windows.
+
+The decoder is Qwen2's, which is Llama's with a mask for each type of layer in ``layer_types``.
+"""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
 
 
 def new_head_norm(config: PretrainedConfig) -> nn.Module:
@@ -38,7 +42,13 @@ def gated(heads: Tensor, gate: nn.Module | None, hidden_states: Tensor) -> Tenso
     return (heads.unflatten(-1, (factors.shape[-2], -1)) * factors).flatten(-2)
 
 
-class DiffBaseModel(LlamaModel):
+def window_of(config: PretrainedConfig, layer_idx: int) -> int | None:
+    """Return the number of keys that a query of a layer sees, its own included; None: all."""
+    is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+    return config.sliding_window if is_sliding else None
+
+
+class DiffBaseModel(Qwen2Model):
     """Llama's decoder with the attention that a subclass sets as ``new_attention``."""
 
     new_attention: Callable[[PretrainedConfig, int], nn.Module]
@@ -50,13 +60,13 @@ class DiffBaseModel(LlamaModel):
         self.post_init()
 
 
-class DiffBaseForCausalLM(LlamaForCausalLM):
+class DiffBaseForCausalLM(Qwen2ForCausalLM):
     """A decoder of class ``decoder`` with the projection of its outputs to the vocabulary."""
 
     decoder: type[DiffBaseModel]
 
     def __init__(self, config: PretrainedConfig) -> None:
-        # LlamaForCausalLM's constructor would also build a complete LlamaModel, so skip it.
+        # Qwen2ForCausalLM's constructor would also build a complete Qwen2Model, so skip it.
         PreTrainedModel.__init__(self, config)
         self.model = self.decoder(config)
         self.vocab_size = config.vocab_size

@@ -22,11 +22,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaPreTrainedModel,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2PreTrainedModel
 
 from .configuration_diff_v2 import DiffV2Config
 from .modeling_diff_base import (
@@ -35,6 +34,7 @@ from .modeling_diff_base import (
     gated,
     new_head_norm,
     new_output_gate,
+    window_of,
 )
 
 
@@ -48,6 +48,7 @@ class DiffV2Attention(LlamaAttention):
 
     def __init__(self, config: DiffV2Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.sliding_window = window_of(config, layer_idx)
         self.signal_per_noise = config.signal_per_noise
         hidden, signals = config.hidden_size, config.num_signal_heads
         self.lambda_proj = nn.Linear(hidden, signals, bias=False)
@@ -83,7 +84,15 @@ class DiffV2Attention(LlamaAttention):
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attended, weights = attend(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
         )
         output = self._combine(attended.reshape(heads), self.lambda_proj(hidden_states))
         output = gated(output.to(hidden_states.dtype), self.output_gate, hidden_states)
@@ -102,12 +111,12 @@ class DiffV2Attention(LlamaAttention):
         return (signal - lambda_.unsqueeze(-1) * noise).flatten(-3)
 
 
-class DiffV2PreTrainedModel(LlamaPreTrainedModel):
+class DiffV2PreTrainedModel(Qwen2PreTrainedModel):
     """Base class of the models of this file."""
 
     config_class = DiffV2Config
     _can_record_outputs: ClassVar = {
-        "hidden_states": LlamaDecoderLayer,
+        "hidden_states": Qwen2DecoderLayer,
         "attentions": DiffV2Attention,
     }
 

@@ -17,11 +17,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaPreTrainedModel,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2PreTrainedModel
 
 from .configuration_gated_llama import GatedLlamaConfig
 from .modeling_diff_base import (
@@ -30,6 +29,7 @@ from .modeling_diff_base import (
     gated,
     new_head_norm,
     new_output_gate,
+    window_of,
 )
 
 
@@ -38,6 +38,7 @@ class GatedLlamaAttention(LlamaAttention):
 
     def __init__(self, config: GatedLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.sliding_window = window_of(config, layer_idx)
         self.q_norm, self.k_norm = new_head_norm(config), new_head_norm(config)
         self.output_gate = new_output_gate(config, config.num_attention_heads, self.head_dim)
 
@@ -68,18 +69,26 @@ class GatedLlamaAttention(LlamaAttention):
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attended, weights = attend(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
         )
         output = gated(attended.reshape(heads).flatten(-2), self.output_gate, hidden_states)
         return self.o_proj(output), weights
 
 
-class GatedLlamaPreTrainedModel(LlamaPreTrainedModel):
+class GatedLlamaPreTrainedModel(Qwen2PreTrainedModel):
     """Base class of the models of this file."""
 
     config_class = GatedLlamaConfig
     _can_record_outputs: ClassVar = {
-        "hidden_states": LlamaDecoderLayer,
+        "hidden_states": Qwen2DecoderLayer,
         "attentions": GatedLlamaAttention,
     }
 

@@ -46,12 +46,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaPreTrainedModel,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2PreTrainedModel
 
 from .configuration_grouped_diff import GroupedDiffConfig
 from .modeling_diff_base import (
@@ -60,6 +59,7 @@ from .modeling_diff_base import (
     gated,
     new_head_norm,
     new_output_gate,
+    window_of,
 )
 
 try:
@@ -78,6 +78,7 @@ class GroupedDiffAttention(LlamaAttention):
 
     def __init__(self, config: GroupedDiffConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.sliding_window = window_of(config, layer_idx)
         h, h_kv, d = config.num_signal_heads, config.num_differential_kv_heads, self.head_dim
         hidden, noise_heads = config.hidden_size, config.num_noise_heads
         self.num_signal_heads, self.num_noise_heads = h, noise_heads
@@ -139,7 +140,15 @@ class GroupedDiffAttention(LlamaAttention):
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attended, weights = attend(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
         )
         output = self._combine(attended.reshape(heads)).to(hidden_states.dtype)
         maps = None if weights is None else weights[:, self.map_heads]
@@ -162,12 +171,12 @@ class GroupedDiffAttention(LlamaAttention):
         return heads
 
 
-class GroupedDiffPreTrainedModel(LlamaPreTrainedModel):
+class GroupedDiffPreTrainedModel(Qwen2PreTrainedModel):
     """Base class of the models of this file."""
 
     config_class = GroupedDiffConfig
     _can_record_outputs: ClassVar = {
-        "hidden_states": LlamaDecoderLayer,
+        "hidden_states": Qwen2DecoderLayer,
         "attentions": GroupedDiffAttention,
     }
 

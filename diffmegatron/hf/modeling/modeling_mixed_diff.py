@@ -4,8 +4,8 @@
 from typing import ClassVar
 
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention
 
@@ -17,7 +17,9 @@ from .modeling_grouped_diff import GroupedDiffAttention, GroupedDiffPreTrainedMo
 
 ATTENTION = {
     "llama": LlamaAttention,
-    "mistral": MistralAttention,
+    # MistralAttention would take the window of other layers.
+    "mistral": LlamaAttention,
+    "qwen2": Qwen2Attention,
     "qwen3": Qwen3Attention,
     "seed_oss": SeedOssAttention,
     "grouped_diff": GroupedDiffAttention,
@@ -31,9 +33,9 @@ class MixedDiffPreTrainedModel(GroupedDiffPreTrainedModel):
 
     config_class = MixedDiffConfig  # type: ignore[assignment]
     _can_record_outputs: ClassVar = {
-        "hidden_states": LlamaDecoderLayer,
+        "hidden_states": Qwen2DecoderLayer,
         # The classes of this package are subclasses of Llama's.
-        "attentions": [LlamaAttention, MistralAttention, Qwen3Attention, SeedOssAttention],
+        "attentions": [LlamaAttention, Qwen2Attention, Qwen3Attention, SeedOssAttention],
     }
 
 

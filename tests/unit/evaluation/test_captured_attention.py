@@ -46,11 +46,18 @@ from tests.unit.evaluation.stand_ins import answering
 
 FAMILIES = {
     "plain": ("smollm2", {}),
-    "qwen3": ("qwen3", {}),
+    "qwen3": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
     "diff": ("diffllama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     # The functions below compute a layer's output without a gate.
     "diff_v2": ("diff_v2", {"output_gate": None}),
-    "grouped": ("grouped", {"num_attention_heads": 12}),
+    "grouped": (
+        "grouped",
+        {
+            "num_attention_heads": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 7,
+        },
+    ),
 }
 CONTEXT = 512
 HAY = " ".join(
@@ -545,16 +552,4 @@ def test_an_unknown_kind_of_attention_is_refused(folder, tmp_path):
             tmp_path / "out",
             EvaluateSettings(data=(str(folder / "hay.txt"),)),
             [],
-        )
-
-
-def test_a_sliding_window_is_refused(folder, tmp_path):
-    write_pretrained(tmp_path / "slides", "mistral", sliding_window=8)
-    with pytest.raises(UserError, match="has a sliding_window of 8"):
-        evaluate(
-            [tmp_path / "slides"],
-            ["outliers"],
-            tmp_path / "out",
-            EvaluateSettings(data=(str(folder / "hay.txt"),)),
-            ["outliers.context=20"],
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from diffmegatron.checkpoint.checkpoint_format import check_same_run, open_checkpoint
 from diffmegatron.cli import app
@@ -23,6 +23,7 @@ from diffmegatron.hf import configuration
 from diffmegatron.hf import import_model as importing
 from diffmegatron.hf.export_checkpoint import export_checkpoint, sample, training_logits
 from diffmegatron.hf.import_model import import_model
+from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.hf.write_export import logit_difference
 from tests.paths import DOCS
 from tests.pretrained import FAMILIES, LLAMA3, write_pretrained
@@ -80,6 +81,28 @@ def test_every_family_round_trips_unchanged(family: str, tmp_path: Path) -> None
     assert_round_trip(source, tmp_path / "out")
     names = {path.name for path in source.iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+@pytest.mark.parametrize("family", ["mistral, windows", "qwen2, windows", "qwen3, windows"])
+def test_an_export_has_the_windows_of_the_recipe(family: str, tmp_path: Path) -> None:
+    """Check the export of a run that started from a model with windows and has others or none."""
+    import_model(write_pretrained(tmp_path / "hf", family), tmp_path / "run", verify=False)
+    recipe = load_recipe(tmp_path / "run/recipe.yaml")
+    attention, layers = recipe.model.attention, recipe.model.num_layers
+    expected = [9] * 2 if "mistral" in family else [None] + [9] * (layers - 1)
+    assert [attention.of_layer(layer).window for layer in range(layers)] == expected
+    original = find_original(recipe)
+    assert original is not None
+    for window in (None, 5):
+        kind = attention.kinds[0].model_copy(update={"window": window})
+        changed = attention.model_copy(update={"kinds": (kind,), "layers": (None,)})
+        model = recipe.model.model_copy(update={"attention": changed})
+        out = tmp_path / f"out {window}"
+        out.mkdir()
+        original.write_config(recipe.model_copy(update={"model": model}), out)
+        cache = DynamicCache(config=AutoConfig.from_pretrained(out))
+        assert [each.is_sliding for each in cache.layers] == [window is not None] * layers
+        assert {getattr(each, "sliding_window", None) for each in cache.layers} == {window}
 
 
 def test_shards_and_a_padded_vocabulary_round_trip(tmp_path: Path) -> None:
@@ -227,13 +250,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "dynamic": (rope("dynamic"), r"rope_parameters\.rope_type 'dynamic', which has no"),
     "partial": (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-    "window": (
-        config(model_type="mistral", sliding_window=32),
-        "sliding_window 32, which has no equivalent",
+    "window of llama": (config(sliding_window=32), "sliding_window 32, which has no equivalent"),
+    "no window": (
+        config(model_type="qwen2", layer_types=["full_attention", "sliding_attention"]),
+        "sliding_window None; give a number",
     ),
-    "window of qwen": (
-        config(model_type="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1),
-        "sliding_window 32, which has no equivalent",
+    "chunks": (
+        config(model_type="qwen3", layer_types=["full_attention", "chunked_attention"]),
+        r"layer_types \['chunked_attention', 'full_attention'\], which has no equivalent",
+    ),
+    "layers of mistral": (
+        config(model_type="mistral", layer_types=["full_attention", "sliding_attention"]),
+        "layer_types .*, which has no equivalent",
     ),
     "not causal": (config(is_causal=False), "is_causal False, which has no equivalent"),
     "two halves": (config(is_encoder_decoder=True), "is_encoder_decoder True, which has no"),

@@ -19,6 +19,8 @@ from diffmegatron.plan.summary import plan_recipe
 
 PATTERNS = 24
 LAYERS = 4
+# Fewer tokens than the export's comparison of logits has.
+WINDOW = 20
 
 
 def random_kind(draw: random.Random) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def random_kind(draw: random.Random) -> dict[str, Any]:
         values |= {} if extra is None else {extra: True}
     else:
         values["qk_norm"] = draw.choice([True, False])
+    values |= draw.choice([{}, {"window": WINDOW}])
     if "qkv_bias" not in values:
         gate = draw.choice([None, "elementwise", "headwise"])
         values |= {} if gate is None else {"output_gate": gate}
@@ -80,7 +83,7 @@ def test_random_patterns_train_plan_and_export(tiny_recipe, tmp_path, hidden):
                     whole[shard.box] = shard.view(value)
         assert plan.parameters.total == sum(weight.numel() for weight in weights.values())
         checkpoint = write_checkpoint(weights.items(), recipe, tmp_path / f"run{number}")
-        problem = export_problem(recipe.model.attention, hidden)
+        problem = export_problem(recipe.model.attention, hidden, recipe.model.num_layers)
         if problem is not None:
             refused += 1
             assert problem in plan.warnings
@@ -93,4 +96,5 @@ def test_random_patterns_train_plan_and_export(tiny_recipe, tmp_path, hidden):
         imported, trained = read_attention(config), recipe.model.attention
         assert imported.layers == trained.layers
         assert [each.heads for each in imported.kinds] == [each.heads for each in trained.kinds]
+        assert [each.window for each in imported.kinds] == [each.window for each in trained.kinds]
     assert refused < PATTERNS // 4

@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, object]] = {
     "llama_yarn": SOFTMAX | {"rope_scaling": YARN},
     "diff_v1_yarn": DIFF | GQA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
     "mistral": {"kind": "softmax", "num_heads": 5, "head_dim": 8},
+    "mistral_window": SOFTMAX | {"window": 5},
     "qwen3": SOFTMAX | {"qk_norm": True},
     "gated_llama": SOFTMAX | {"output_gate": "elementwise", "rope_scaling": LLAMA3},
     "seed_oss": SOFTMAX | {"qkv_bias": True, "head_dim": 10},
@@ -77,6 +78,26 @@ PATTERN = [
     {"kind": "diff_v1", "num_heads": 2, "head_dim": 8, "layers": 2},
     {"kind": "softmax", "num_heads": 6, "head_dim": 8},
 ]
+# Patterns of three layers, whose classes have windows in some layers.
+V1, V2, SIX = (
+    {**kind, "head_dim": 8}
+    for kind in (
+        {"kind": "diff_v1", "num_heads": 2},
+        {"kind": "diff_v2", "num_heads": 4},
+        {"kind": "softmax", "num_heads": 6},
+    )
+)
+WINDOWS = {
+    "windows_v1": [V1 | {"window": 5, "layers": "1, 3"}, V1],
+    "windows_v2": [V2 | {"window": 5}, V2 | {"layers": 3}],
+    "windows_llama": [SIX | {"window": 5}, SIX | {"layers": 3}],
+    "windows_qwen3": [SIX | {"window": 5, "qk_norm": True}, SIX | {"qk_norm": True, "layers": 3}],
+    "windows_mixed": [
+        V2 | {"window": 5, "layers": 1},
+        SIX | {"qkv_bias": True, "window": 5, "layers": 2},
+        SIX,
+    ],
+}
 
 # An interpreter with transformers 4 runs this script. In it, this package cannot be imported.
 READER = """
@@ -113,9 +134,9 @@ def logits(folder: Path) -> Tensor:
         return model(make_tokens()).logits
 
 
-def pattern() -> Recipe:
+def pattern(entries: list[dict[str, object]]) -> Recipe:
     values = make_recipe().model_dump()
-    values["model"]["attention"] = PATTERN
+    values["model"]["attention"] = entries
     return Recipe.model_validate(values)
 
 
@@ -137,7 +158,8 @@ def test_transformers_4_reads_every_kind_of_export(
     root, tokenizer = tmp_path / "exports", load_tokenizer("bytes")
     recipes = {kind: make_recipe(**keys) for kind, keys in KINDS.items()}
     recipes[CHANGED] = changed_import(tmp_path)
-    recipes["pattern"] = pattern()
+    recipes["pattern"] = pattern(PATTERN)
+    recipes |= {name: pattern(entries) for name, entries in WINDOWS.items()}
     for kind, recipe in recipes.items():
         weights = random_weights(recipe.model)
         original = find_original(recipe)

@@ -101,10 +101,12 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     )
 
 
-def attention_map(q: Tensor, k: Tensor, theta: float) -> Tensor:
+def attention_map(q: Tensor, k: Tensor, theta: float, window: int | None) -> Tensor:
     scores = rotate(q, theta) @ rotate(k, theta).T / math.sqrt(q.shape[1])
-    future = torch.ones_like(scores).triu(1).bool()
-    return scores.masked_fill(future, -math.inf).softmax(-1)
+    place = torch.arange(len(scores))
+    distance = place[:, None] - place
+    is_seen = (distance >= 0) & (distance < (window or len(scores)))
+    return scores.masked_fill(~is_seen, -math.inf).softmax(-1)
 
 
 def paper_logits(
@@ -126,7 +128,7 @@ def _paper_logits(
     repeat = model.attention.num_heads // model.attention.num_kv_heads
     x = embedding[tokens]
     for i in range(model.num_layers):
-        layer = f"decoder.layers.{i}."
+        layer, window = f"decoder.layers.{i}.", model.attention.of_layer(i).window
         attention = layer + "self_attention."
         normed = rms_norm(x, eps) * w[layer + "input_layernorm.weight"]
         rows = normed @ w[attention + "linear_qkv.weight"].T
@@ -149,14 +151,15 @@ def _paper_logits(
             for j in range(model.attention.num_kv_heads):
                 (*q1s, k1, v1), (*q2s, k2, v2) = groups[2 * j], groups[2 * j + 1]
                 for q1, q2 in zip(q1s, q2s, strict=True):
-                    a = attention_map(q1, k1, theta) - lambda_ * attention_map(q2, k2, theta)
+                    a, b = (attention_map(*each, theta, window) for each in ((q1, k1), (q2, k2)))
+                    a = a - lambda_ * b
                     head = a @ torch.cat((v1, v2), dim=1)
                     if attention + "head_norm" in w:
                         head = rms_norm(head, eps) * w[attention + "head_norm"] * (1 - lambda_init)
                     outputs.append(head)
         else:
             for *queries, k, v in groups:
-                outputs += [attention_map(q, k, theta) @ v for q in queries]
+                outputs += [attention_map(q, k, theta, window) @ v for q in queries]
         x = x + torch.cat(outputs, dim=1) @ w[attention + "linear_proj.weight"].T
         normed = rms_norm(x, eps) * w[layer + "pre_mlp_layernorm.weight"]
         gate, up = (normed @ w[layer + "mlp.linear_fc1.weight"].T).chunk(2, dim=1)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diffmegatron.attention.kinds import LayerKinds
 from diffmegatron.checkpoint.checkpoint_format import open_checkpoint
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.tokenizers import load_tokenizer
@@ -25,6 +26,7 @@ from diffmegatron.hf import tokenizer as hf_tokenizer
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.export_checkpoint import serving_form
 from diffmegatron.hf.import_model import import_model
+from diffmegatron.hf.kinds import export_problem
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
 from diffmegatron.hf.write_export import (
@@ -78,6 +80,7 @@ def test_diffllama_computes_the_papers_equations(
         {"qk_norm": True},
         {"lambda_init": {"policy": "constant", "value": 0.7}},
         {"headwise_norm": False},
+        {"window": 4},
     ],
     ids=str,
 )
@@ -110,7 +113,13 @@ ODD = {"kind": "softmax", "num_heads": 5, "head_dim": 8}
 
 @pytest.mark.parametrize(
     "sizes",
-    [SOFTMAX | MHA, SOFTMAX | GQA | {"hidden_size": 96}, SOFTMAX | GQA | TIED, NINE, ODD],
+    [
+        SOFTMAX | MHA,
+        SOFTMAX | GQA | {"hidden_size": 96},
+        SOFTMAX | GQA | TIED | {"window": 4},
+        NINE,
+        ODD,
+    ],
     ids=str,
 )
 def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path) -> None:
@@ -119,10 +128,11 @@ def test_llama_computes_the_transformer(sizes: dict[str, object], tmp_path: Path
     out = export(recipe, tmp_path / "hf")
     # Llama's configuration refuses a number of heads that does not divide the hidden size, so such
     # a model is exported as Mistral.
-    kind = "Mistral" if sizes is ODD else "Llama"
+    window = sizes.get("window")
+    kind = "Mistral" if sizes is ODD or window else "Llama"
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == [f"{kind}ForCausalLM"]
-    assert config.get("sliding_window") is None
+    assert config.get("sliding_window") == window
     assert verify_export(out, make_tokens(), expected).relative < 1e-5
 
 
@@ -252,9 +262,9 @@ def test_weights_stream_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("model", "named"),
     [
         ({"kind": "softmax", "headwise_norm": True}, "headwise_norm"),
-        (DIFF | {"window": 8}, "window 8 cannot be exported"),
         ({"kind": "softmax", "qkv_bias": True, "qk_norm": True}, "qk_norm"),
         ({"kind": "softmax", "qkv_bias": True, "output_gate": "headwise"}, "output_gate"),
+        ({"kind": "softmax", "qkv_bias": True, "window": 4}, "started from a Qwen2 model"),
         (DIFF | {"vocab_size": 256}, "vocab_size"),
     ],
 )
@@ -264,6 +274,12 @@ def test_unsupported_models_are_refused_before_writing(
     with pytest.raises(UserError, match=named):
         export(make_recipe(**model), tmp_path / "hf")
     assert not list(tmp_path.iterdir())
+
+
+def test_windows_of_two_sizes_are_refused() -> None:
+    kinds = [{"kind": "diff_v2", "window": 4, "layers": 1}, {"kind": "diff_v2", "window": 5}]
+    attention = LayerKinds.read(kinds)
+    assert "windows of 4 and 5 tokens" in str(export_problem(attention, 48, 3))
 
 
 def test_existing_output_is_refused_unless_empty(tmp_path: Path) -> None:

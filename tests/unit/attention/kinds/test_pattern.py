@@ -269,4 +269,4 @@ def test_a_list_with_a_kind_without_export_is_refused(tiny_recipe):
     entries = f"[{V2}, {{kind: softmax, num_heads: 4, headwise_norm: true}}]"
     model = tiny_recipe(FOUR, f"model.attention={entries}").model
     with pytest.raises(UserError, match="Hugging Face's Llama never has the headwise norm"):
-        NetworkExport(model.attention, model.hidden_size).hugging_face()
+        NetworkExport(model.attention, model.hidden_size, model.num_layers).hugging_face()

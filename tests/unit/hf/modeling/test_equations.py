@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from diffmegatron.hf.modeling import (
     DiffV2Config,
@@ -29,6 +30,13 @@ SIZES = {
 }
 
 
+# Keys that give the first and the last of the three layers a window.
+WINDOWS = (
+    ("layer_types", ["sliding_attention", "full_attention", "sliding_attention"]),
+    ("sliding_window", 4),
+)
+
+
 class Case(NamedTuple):
     """Configuration of a model to test.
 
@@ -47,27 +55,27 @@ class Case(NamedTuple):
     more: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
-        named = "".join(f", {name} {value}" for name, value in self.more)
+        named = "".join(f", {name} {value}" for name, value in self.more if name != "layer_types")
         return f"{self.kind} r {self.ratio}, {self.queries} q, {self.keys} kv{named}"
 
 
 V2 = [
     Case("diff_v2", 1, 8, 4),
     Case("diff_v2", 1, 8, 2, (("qk_norm", True),)),
-    Case("diff_v2", 2, 12, 2, (("tie_word_embeddings", True),)),
+    Case("diff_v2", 2, 12, 2, (("tie_word_embeddings", True), *WINDOWS)),
     Case("diff_v2", 4, 10, 2, (("output_gate", "elementwise"),)),
     Case("diff_v2", 1, 8, 4, (("output_gate", "headwise"),)),
 ]
 GROUPED = [
     Case("grouped_diff", 1, 8, 4, (("tie_word_embeddings", True),)),
     Case("grouped_diff", 1, 8, 8, (("headwise_norm", False), ("lambda_init", 0.4))),
-    Case("grouped_diff", 2, 12, 4, (("qk_norm", True),)),
+    Case("grouped_diff", 2, 12, 4, (("qk_norm", True), *WINDOWS)),
     Case("grouped_diff", 4, 10, 4, (("lambda_init", 0.7), ("output_gate", "headwise"))),
     Case("grouped_diff", 1, 8, 4, (("output_gate", "elementwise"),)),
 ]
 GATED = [
     Case("gated_llama", 0, 6, 2, (("qk_norm", True),)),
-    Case("gated_llama", 0, 4, 4, (("output_gate", "headwise"),)),
+    Case("gated_llama", 0, 4, 4, (("output_gate", "headwise"), *WINDOWS)),
 ]
 CASES = V2 + GROUPED + GATED
 TYPICAL = [V2[2], GROUPED[2]]
@@ -121,14 +129,24 @@ def rotated(x: Tensor, position: int) -> Tensor:
     return out
 
 
-def attention(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+def window_in(case: Case, layer: int) -> int:
+    """Return the number of tokens that a token sees in a layer; a large number without a window."""
+    more = dict(case.more)
+    types = more.get("layer_types", ["full_attention"] * SIZES["num_hidden_layers"])
+    return more["sliding_window"] if types[layer] == "sliding_attention" else 1000
+
+
+def attention(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], window: int
+) -> list[Tensor]:
     """Return the causal attention of one head; all lists have one tensor per position."""
     keys = [rotated(key, t) for t, key in enumerate(keys)]
     out = []
     for s, query in enumerate(queries):
-        scores = [rotated(query, s) @ keys[t] / math.sqrt(len(query)) for t in range(s + 1)]
+        seen = range(max(0, s + 1 - window), s + 1)
+        scores = [rotated(query, s) @ keys[t] / math.sqrt(len(query)) for t in seen]
         weights = torch.softmax(torch.stack(scores), dim=0)
-        out.append(sum(weights[t] * values[t] for t in range(s + 1)))
+        out.append(sum(weight * values[t] for weight, t in zip(weights, seen, strict=True)))
     return out
 
 
@@ -165,6 +183,7 @@ def diff_v2(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
                 normed_rows(w, "q", case, n, inputs),
                 normed_rows(w, "k", case, j, inputs),
                 rows(w["v_proj.weight"], j, d, inputs),
+                window_in(case, layer),
             )
         )
     out = []
@@ -185,7 +204,8 @@ def gated_llama(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tenso
     for n in range(case.queries):
         j = n // (case.queries // case.keys)
         queries, keys = normed_rows(w, "q", case, n, inputs), normed_rows(w, "k", case, j, inputs)
-        heads.append(attention(queries, keys, rows(w["v_proj.weight"], j, 6, inputs)))
+        values = rows(w["v_proj.weight"], j, 6, inputs)
+        heads.append(attention(queries, keys, values, window_in(case, layer)))
     merged = zip(zip(*heads, strict=True), inputs, strict=True)
     return [w["o_proj.weight"] @ torch.cat(gated(w, [*each], x)) for each, x in merged]
 
@@ -204,13 +224,18 @@ def grouped(w: dict[str, Tensor], case: Case, layer: int, inputs: list[Tensor]) 
         m = n // r
         j = m // (noises // pairs)
         value = rows(w["v_proj.weight"], j, 2 * d, inputs)
+        window = window_in(case, layer)
         first = attention(
-            normed_rows(w, "q", case, n, inputs), normed_rows(w, "k", case, j, inputs), value
+            normed_rows(w, "q", case, n, inputs),
+            normed_rows(w, "k", case, j, inputs),
+            value,
+            window,
         )
         second = attention(
             normed_rows(w, "q", case, signals + m, inputs),
             normed_rows(w, "k", case, pairs + j, inputs),
             value,
+            window,
         )
         for s in range(len(inputs)):
             head = first[s] - lambda_ * second[s]
@@ -264,7 +289,7 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, LlamaRMSNorm):
+            if isinstance(child, LlamaRMSNorm | Qwen2RMSNorm):
                 norm = nn.RMSNorm(len(child.weight), child.variance_epsilon, dtype=torch.float64)
                 norm.weight = child.weight
                 setattr(module, name, norm)

@@ -16,6 +16,7 @@ from tests.unit.hf.modeling.test_equations import (
     make_model,
     make_tokens,
     relative,
+    window_in,
 )
 
 PAD = 0
@@ -38,9 +39,11 @@ def test_steps_with_a_cache_give_the_logits_of_the_whole(case: Any) -> None:
         cache = step.past_key_values
         found.append(step.logits)
     assert relative(torch.cat(found, dim=1), expected) < 1e-5
-    shape = (2, case.keys, 9, SIZES["head_dim"])
     assert len(cache.layers) == SIZES["num_hidden_layers"]
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
+        # The next token sees itself and window - 1 cached tokens.
+        length = min(9, window_in(case, number) - 1)
+        shape = (2, case.keys, length, SIZES["head_dim"])
         assert layer.keys.shape == layer.values.shape == shape
 
 
@@ -102,15 +105,21 @@ def test_eager_equals_sdpa_and_shows_the_maps(case: Any) -> None:
         assert torch.allclose(maps.sum(-1), torch.ones(2, case.queries, 9))
 
 
-def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_softmax(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
     """Return causal softmax attention; the queries are at the last positions of the keys.
 
-    All tensors are [b, s, heads, d]; the number of key heads divides the number of query heads.
+    With a ``window``, a query sees that many keys, its own included. All tensors are [b, s, heads,
+    d]; the number of key heads divides the number of query heads.
     """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("bshd,bthd->bhst", query, key) * scale
     s, t = scores.shape[-2:]
-    scores.masked_fill_(torch.ones(s, t).tril(t - s) == 0, -torch.inf)
+    visible = torch.ones(s, t).tril(t - s)
+    if window is not None:
+        visible = visible.triu(t - s + 1 - window)
+    scores.masked_fill_(visible == 0, -torch.inf)
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), value)
 
 
@@ -131,7 +140,8 @@ def test_flash_attention_is_called_with_heads_of_one_width(
         assert key.shape == value.shape
         assert query.shape[2] % key.shape[2] == 0
         calls.append(options["layer_idx"])
-        return causal_softmax(query, key, value, options["softmax_scale"])
+        window = options["sliding_window"]
+        return causal_softmax(query, key, value, options["softmax_scale"], window)
 
     # Replace only the kernel, which a CPU lacks. The function of transformers around it still runs.
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
@@ -153,11 +163,14 @@ class EngineAttention:
         self.head_dim = config.head_dim
         self.cache = [torch.zeros(0, self.kv_heads, self.head_dim) for _ in range(2)]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         new = [x.view(len(query), self.kv_heads, self.head_dim) for x in (key, value)]
         self.cache = [torch.cat(x) for x in zip(self.cache, new, strict=True)]
         query = query.view(len(query), self.heads, self.head_dim)
-        return causal_softmax(query[None], *(x[None] for x in self.cache), scale)[0].flatten(1)
+        cached = (x[None] for x in self.cache)
+        return causal_softmax(query[None], *cached, scale, window)[0].flatten(1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -173,12 +186,13 @@ def test_an_engine_hosts_a_model_with_one_cache_slot_per_layer(
         mask: None,
         *,
         scaling: float,
+        sliding_window: int | None,
         engine: list[EngineAttention],
         **_: Any,
     ) -> tuple[Tensor, None]:
         assert mask is None
         flat = (x.transpose(1, 2).reshape(query.shape[2], -1) for x in (query, key, value))
-        return engine[module.layer_idx](*flat, scaling), None
+        return engine[module.layer_idx](*flat, scaling, sliding_window), None
 
     model, tokens = make_model(case), make_tokens(1)
     expected = model.model(tokens).last_hidden_state
