@@ -88,7 +88,9 @@ def _step_lines(recipe: Recipe, ranks: int, found: Measurements) -> list[str]:
     except UserError as error:  # The layout does not fit the ranks.
         return [f"{name}: {error}"]
     if step is None:
-        return [f"{name}: no step is estimated, because no backend is right for a shape"]
+        is_fp8 = recipe.training.fp8 is not None
+        reason = "products in FP8 are not measured" if is_fp8 else "no backend is right for a shape"
+        return [f"{name}: no step is estimated, because {reason}"]
     parts = ", ".join(
         f"{part} {1e3 * getattr(step, part):.3g}"
         for part in ("products", "attention", "elementwise", "optimizer")

@@ -343,19 +343,25 @@ def test_layouts_enter_contexts_with_their_layers_and_groups(runs):
         assert ring[1] == steps * in_fp8_steps("mxfp8", [0, 1], both)
 
 
-def test_a_step_in_fp8_runs_on_a_simulated_gpu(tmp_path):
-    """Run two steps of the 3B recipe in 3 layers, of which the outer two are in bf16.
+def test_steps_in_fp8_run_on_a_simulated_gpu(tmp_path):
+    """Run two steps of the last of four pipeline stages, with tensor x pipeline x data parallelism.
 
-    The simulation raises an error for a step that waits for the device elsewhere than in bf16.
+    Its virtual stages have the layers 3 and 7, of which the last is in bf16. The simulation raises
+    an error for a step that waits for the device where a step in bf16 does not.
     """
-    overrides = ("model.num_layers=3", "training.seq_length=512", "recompute.granularity=full")
-    recipe = "configs/at_scale/diff_3b_fp8_64gpus.yaml"
-    case = Case(recipe, 64, (*overrides, *SEQUENCE))
+    overrides = (
+        "model.num_layers=8", "training.seq_length=512", "recompute.granularity=full",
+        in_fp8("tensorwise", first_layers_bf16=1, last_layers_bf16=1),
+    )  # fmt: skip
+    recipe = "configs/at_scale/diff_6.8b_64gpus.yaml"
+    case = Case(recipe, 64, overrides, rank=63, microbatches=4)
     try:
         (found,) = simulate([case], environment=environment() | {RECORDS: str(tmp_path)})
     except UnavailableError as error:
         pytest.skip(f"CUDA cannot be simulated: {error}")
     assert found.outcome["applied"] == [True, True]
-    forward = [[None, 0, None], *in_fp8_steps("tensorwise", [1], range(64)), [None, 2, None]]
-    contexts = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
-    assert contexts == 2 * [*forward, *reversed(forward)]
+    contexts = [json.loads(line) for line in (tmp_path / "63.jsonl").read_text().splitlines()]
+    microbatch = [*in_fp8_steps("tensorwise", [3], range(48, 64)), [None, 7, None]]
+    steps, microbatches, passes = 2, 4, 2
+    expected = steps * microbatches * passes * microbatch
+    assert sorted(contexts, key=str) == sorted(expected, key=str)

@@ -4,15 +4,19 @@ import re
 
 import pytest
 
-from diffmegatron.config.fp8_products import FP8_MULTIPLES, fp8_layers, fp8_matrices
+from diffmegatron.config.fp8_products import fp8_layers, fp8_matrices
 from diffmegatron.config.load import load_recipe
 from diffmegatron.errors import UserError
+from diffmegatron.measurements.machine import this_machine
+from diffmegatron.measurements.records import Measurements
 from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.model.layers.fp8 import begin_fp8
 from diffmegatron.plan.rates import Hardware
 from diffmegatron.plan.summary import plan_recipe
 from diffmegatron.plan.timing import estimate_time
 from diffmegatron.training.saving.resume import lost_scales
+from diffmegatron.tuning.tables import print_tuned
+from diffmegatron.tuning.tune import Tuned
 from tests.paths import ROOT
 
 RECIPE = ROOT / "configs/at_scale/diff_3b_fp8_64gpus.yaml"
@@ -42,10 +46,14 @@ def test_what_does_not_work_with_fp8_is_refused(overrides, words):
         load(*parts)
 
 
-@pytest.mark.parametrize("recipe", FP8_MULTIPLES)
+# Sizes that the quantizers of Transformer Engine and cuBLAS's FP8 products accept.
+MULTIPLES = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}
+
+
+@pytest.mark.parametrize("recipe", MULTIPLES)
 def test_every_dimension_of_a_product_is_a_multiple(recipe):
     """Change one dimension by half of the multiple; all other dimensions keep their multiples."""
-    multiple = FP8_MULTIPLES[recipe]
+    multiple = MULTIPLES[recipe]
     fp8 = f"training.fp8={{recipe: {recipe}, first_layers_bf16: 0, last_layers_bf16: 0}}"
     assert load(fp8).training.fp8.recipe == recipe
     half = multiple // 2
@@ -97,7 +105,7 @@ def test_plan_warns_of_a_gpu_of_an_earlier_generation():
             for gpu in known
             if any("compute capability" in each for each in plan(recipe, gpu).warnings)
         ]
-        for recipe in FP8_MULTIPLES
+        for recipe in MULTIPLES
     }
     assert lacking == {
         "tensorwise": ["A100"], "delayed": ["A100"], "blockwise": ["A100"],
@@ -120,3 +128,8 @@ def test_a_resumed_run_warns_that_delayed_scales_begin_again():
     assert "begin at 1" in lost_scales(delayed)
     assert lost_scales(load()) is None
     assert lost_scales(load("training.fp8=null")) is None
+
+
+def test_tune_estimates_no_step_in_fp8(capsys):
+    print_tuned(Tuned(Measurements(machine=this_machine()), None), [load()], 64)
+    assert "because products in FP8 are not measured" in capsys.readouterr().out
