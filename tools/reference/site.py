@@ -53,7 +53,10 @@ def _files_beside(source: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return a page whose links lead to pages of the site, without links to other files."""
+    """Return a page whose links lead to pages of the site, without links to other files.
+
+    The title of a page replaces its file name as the text of a link.
+    """
     name = page.file.src_uri
     places = [name, *(section.title for section in page.ancestors)]
     page.meta["search"] = {"boost": next((_BOOSTS[each] for each in places if each in _BOOSTS), 1)}
@@ -65,6 +68,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         found = OUTSIDE.get(target) or (target[5:] if target.startswith("docs/") else None)
         if found is None or not (ROOT / target).is_file():
             return text
+        title = (ROOT / target).read_bytes().partition(b"\n")[0].decode(errors="replace")
+        if text.endswith(".md") and title.startswith("# "):
+            text = title.removeprefix("# ")
         return f"{mark}[{text}]({posixpath.relpath(found, posixpath.dirname(name))}{anchor})"
 
     return _LINK.sub(replaced, markdown)
