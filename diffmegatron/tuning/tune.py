@@ -247,6 +247,8 @@ def describe_shape(shape: KernelShape) -> str:
     if shape.keys > shape.length:
         words.append(f"{shape.keys} keys")
     words += [shape.dtype, *shape.features]
+    if shape.window is not None:
+        words.append(f"window {shape.window}")
     if shape.is_deterministic:
         words.append("deterministic")
     return f"{shape.operation}: {', '.join(words)}"

@@ -24,7 +24,7 @@ from diffmegatron.attention.kernels.api import (
 )
 from diffmegatron.attention.kernels.call import AttentionCall
 from diffmegatron.attention.kernels.configuration import Configuration
-from diffmegatron.attention.kernels.registry import DIFFERENTIAL
+from diffmegatron.attention.kernels.registry import BACKENDS, DIFFERENTIAL
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
@@ -51,6 +51,11 @@ def runnable(op):
         return []
     table = backend_table(op)
     return [name for name, runs, _ in table if runs and name not in ("reference", "blocked")]
+
+
+def with_windows(op):
+    """Return the backends of `runnable` that compute windows."""
+    return [name for name in runnable(op) if "windows" not in BACKENDS[op][name].lacks]
 
 
 def draw_inputs(
@@ -164,6 +169,17 @@ def test_every_runnable_backend_equals_blocked_with_documents(backend):
     )
 
 
+@pytest.mark.parametrize("documents", [None, torch.tensor([0, 5, 700, 701, 1024])])
+@pytest.mark.parametrize("backend", with_windows("differential"))
+def test_every_runnable_backend_equals_blocked_with_windows(backend, documents):
+    options = {"window": 300, "cu_seqlens": documents}
+    assert_equals_blocked(
+        draw_inputs(1024, batch=2),
+        lambda *x: diff_attention(*x, backend=backend, **options),
+        **options,
+    )
+
+
 @pytest.mark.parametrize("backend", runnable("differential"))
 def test_every_runnable_backend_equals_blocked_with_fewer_queries_than_keys(backend):
     inputs = draw_inputs(300, batch=2, keys=1037)
@@ -260,8 +276,17 @@ def test_cross_entropy_kernel_equals_torch(words, dtype):
     assert_close(grad, wanted, {torch.bfloat16: 1e-2, torch.float32: 1e-5}.get(dtype, 1e-3), "grad")
 
 
-@pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 5, 700, 1024])}])
-@pytest.mark.parametrize("backend", ["auto", *runnable("softmax")])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *((name, {}) for name in ("auto", *runnable("softmax"))),
+        *(
+            (name, {"cu_seqlens": torch.tensor([0, 5, 700, 1024])})
+            for name in ("auto", *runnable("softmax"))
+        ),
+        *((name, {"window": 300}) for name in ("auto", *with_windows("softmax"))),
+    ],
+)
 def test_v2_on_every_runnable_backend_equals_blocked(backend, options):
     inputs = draw_v2_inputs(1024)
     exact = [x.detach().float().requires_grad_() for x in inputs]

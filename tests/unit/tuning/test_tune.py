@@ -87,6 +87,8 @@ def shapes() -> list[KernelShape]:
         ring | {"features": ("chunks",)},
         one | ring | {"features": ("chunks",)},
         ring | {"batch": 1, "features": masked},
+        {"features": ("windows",), "window": 9},
+        one | ring | {"features": ("chunks", "masked chunks", "offsets", "windows"), "window": 9},
         {"length": 16},
         {"length": 16, "batch": 1, "features": ("documents", "offsets")},
         subtraction,
