@@ -544,7 +544,7 @@ def test_the_layouts_of_the_recipes_need_no_warning_on_80_gib(name):
     There are two exceptions: the 3B recipes are planned on two ranks, and the recipes of pretrained
     models on eight ranks.
     """
-    on_two = {*THREE_BILLION, "pattern_3b_350b", "diff_v2_3b_350b_gated"}
+    on_two = {*THREE_BILLION, "pattern_3b_350b", "diff_v2_3b_350b_gated", "diff_3b_350b_mup"}
     ranks = 2 if name in on_two else 8 if name in PRETRAINED else None
     assert plan_recipe(load(name), ranks).warnings == ()
 
