@@ -37,6 +37,11 @@ class NetworkExport:
                 "model of Hugging Face has one sliding_window; give all windows one size"
             )
         self._window = sizes[0] if sizes else None
+        if self._window == 1:
+            raise UserError(
+                "model.attention.window 1 cannot be exported, because the cache of transformers "
+                "fails with it; give at least 2"
+            )
 
     def window_keys(self, model_type: str) -> dict[str, Any]:
         """Return the keys of a configuration that describe the windows of all layers."""
@@ -56,6 +61,14 @@ class NetworkExport:
         Its keys do not have the windows, which :meth:`window_keys` returns.
         """
         described = [each.hugging_face() for each in self._exports]
+        windowed = WINDOWED if None in self._windows else (*WINDOWED, "mistral")
+        for kind, each in zip(self.attention.kinds, described, strict=True):
+            if kind.window is not None and each.model_type not in windowed:
+                raise UserError(
+                    f"model.attention.window {kind.window} cannot be exported: model type "
+                    f"{each.model_type!r}, which the export of kind {kind.kind!r} names, has no "
+                    "windows in such layers"
+                )
         if len(without_windows(self.attention).kinds) == 1:
             # The class of layers with a window can compute layers without one.
             kinds = zip(self.attention.kinds, described, strict=True)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from diffmegatron.checkpoint.checkpoint_format import check_same_run, open_checkpoint
+from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.cli import app
 from diffmegatron.config.load import load_recipe, load_resolved
 from diffmegatron.config.stage_order import check_can_start_from
@@ -26,7 +27,7 @@ from diffmegatron.hf.import_model import import_model
 from diffmegatron.hf.pretrained_files import find_original
 from diffmegatron.hf.write_export import logit_difference
 from tests.paths import DOCS
-from tests.pretrained import FAMILIES, LLAMA3, write_pretrained
+from tests.pretrained import FAMILIES, LLAMA3, random_weights, write_pretrained
 
 CHECKPOINT = Path("checkpoints/step_00000000")
 
@@ -103,6 +104,21 @@ def test_an_export_has_the_windows_of_the_recipe(family: str, tmp_path: Path) ->
         cache = DynamicCache(config=AutoConfig.from_pretrained(out))
         assert [each.is_sliding for each in cache.layers] == [window is not None] * layers
         assert {getattr(each, "sliding_window", None) for each in cache.layers} == {window}
+
+
+def test_dex_over_windows_is_exported_with_them(tmp_path: Path) -> None:
+    import_model(write_pretrained(tmp_path / "hf", "mistral, windows"), tmp_path / "run")
+    dex = "{kind: dex, num_heads: 6, num_kv_heads: 2, window: 9, selected_heads: [[0], [1, 5]], "
+    dex += "annealing_steps: null}"
+    before = load_recipe(tmp_path / "run/recipe.yaml")
+    recipe = load_recipe(tmp_path / "run/recipe.yaml", [f"model.attention={dex}"])
+    check_can_start_from(before, "before", recipe, "now")
+    weights = random_weights(recipe.model)
+    checkpoint = write_checkpoint(weights.items(), recipe, tmp_path / "dex")
+    verified = export_checkpoint(checkpoint, tmp_path / "out")
+    assert verified is not None and verified.relative < 1e-5
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 9)
 
 
 def test_shards_and_a_padded_vocabulary_round_trip(tmp_path: Path) -> None:

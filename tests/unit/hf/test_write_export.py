@@ -26,7 +26,8 @@ from diffmegatron.hf import tokenizer as hf_tokenizer
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.export_checkpoint import serving_form
 from diffmegatron.hf.import_model import import_model
-from diffmegatron.hf.kinds import export_problem
+from diffmegatron.hf.kinds import HuggingFace, export_problem
+from diffmegatron.hf.kinds.softmax import SoftmaxExport
 from diffmegatron.hf.tokenizer import convert
 from diffmegatron.hf.weight_mapping import to_hf
 from diffmegatron.hf.write_export import (
@@ -276,10 +277,18 @@ def test_unsupported_models_are_refused_before_writing(
     assert not list(tmp_path.iterdir())
 
 
-def test_windows_of_two_sizes_are_refused() -> None:
-    kinds = [{"kind": "diff_v2", "window": 4, "layers": 1}, {"kind": "diff_v2", "window": 5}]
-    attention = LayerKinds.read(kinds)
-    assert "windows of 4 and 5 tokens" in str(export_problem(attention, 48, 3))
+def test_windows_that_transformers_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(*windows: int) -> str:
+        kinds = [{"kind": "softmax", "num_heads": 4, "window": each} for each in windows]
+        named = [kind | {"layers": layer} for layer, kind in enumerate(kinds, start=1)]
+        return str(export_problem(LayerKinds.read(named), 48, len(windows)))
+
+    assert "windows of 4 and 5 tokens" in problem(4, 5)
+    assert "window 1 cannot be exported" in problem(1)
+    # An own export may name a class that ignores the window.
+    llama = HuggingFace("llama", "LlamaForCausalLM", {})
+    monkeypatch.setattr(SoftmaxExport, "hugging_face", lambda _: llama)
+    assert "model type 'llama'" in problem(4)
 
 
 def test_existing_output_is_refused_unless_empty(tmp_path: Path) -> None:
