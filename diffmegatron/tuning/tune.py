@@ -4,14 +4,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from diffmegatron.attention.kernels.configuration import Configuration
 from diffmegatron.attention.kernels.registry import base_name
 from diffmegatron.config.attention_backend import attention_shape, loss_shape, subtraction_shape
 from diffmegatron.config.parallel_config import ParallelConfig
@@ -166,23 +167,27 @@ def measure_kernel(
     After the time ``until`` (``time.perf_counter``), no other configuration of a backend is tried.
     """
     checks = checks_of(shape, device)
-    before = {} if known is None else {each.backend: each for each in known.candidates}
+    earlier = () if known is None else known.candidates
+    lost = {each.backend: each for each in earlier if each.lost_device}
     tried: dict[str, TriedBackend] = {}
     names, left_out = usable_backends(shape, device), []
     for name in names:
         if name != base_name(name) and time.perf_counter() > until:
             left_out.append(name)
             continue
-        if name in before and before[name].lost_device:
-            tried[name] = before[name]
+        if name in lost:
+            tried[name] = lost[name]
             continue
-        error, problem = verify(name, checks)
-        is_lost = bool(problem) and _is_lost(device)
-        tried[name] = TriedBackend(backend=name, error=error, problem=problem, lost_device=is_lost)
-        if is_lost:
+        tried[name] = _verified(name, checks, device)
+        if tried[name].lost_device:
             break
     else:
         tried |= _timed(tried, checks[0])
+        combination = _combination(tried)
+        if combination is not None and combination not in lost:
+            tried[combination] = _verified(combination, checks, device)
+            if not tried[combination].lost_device:
+                tried |= _timed(tried, checks[0])
     if left_out:
         print_line(
             f"         {', '.join(left_out)}: not tried, to save time; the same command tries more "
@@ -193,6 +198,23 @@ def measure_kernel(
         candidates=tuple(tried.values()),
         measured_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
+
+
+def _verified(name: str, checks: Sequence[Check], device: torch.device) -> TriedBackend:
+    error, problem = verify(name, checks)
+    is_lost = bool(problem) and _is_lost(device)
+    return TriedBackend(backend=name, error=error, problem=problem, lost_device=is_lost)
+
+
+def _combination(tried: Mapping[str, TriedBackend]) -> str | None:
+    """Return the configuration with every change that was faster alone; None if fewer than two."""
+    values: dict[str, Any] = {}
+    for name, each in tried.items():
+        base, _, text = name.partition(":")
+        if text and (each.seconds or math.inf) < (tried[base].seconds or 0.0):
+            changes = Configuration.parse(text)._asdict().items()
+            values |= {key: value for key, value in changes if value is not None}
+    return f"triton:{Configuration(**values)}" if len(values) > 1 else None
 
 
 def _timed(tried: dict[str, TriedBackend], check: Check) -> dict[str, TriedBackend]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffmegatron.attention.kernels.installed_backends import installed_backend
+from diffmegatron.attention.kernels.pytorch import blocked
 from diffmegatron.attention.kernels.registry import DIFFERENTIAL
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.data.index.corpus_manifest import with_document_mask
@@ -28,9 +29,11 @@ from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.tuning import tune as tuning
 from diffmegatron.tuning.step import measured_step
 from diffmegatron.tuning.tables import kernel_rows, print_tuned
-from diffmegatron.tuning.verification import checks_of, verify
+from diffmegatron.tuning.timing import passes
+from diffmegatron.tuning.verification import Verification, checks_of, verify
 from tests.paths import RESULTS
 from tests.permissions import without_roots_power
+from tests.unit.measurements.test_cache import right
 from tests.unit.tuning.backends import FUNCTIONS, stand_in
 
 CPU = torch.device("cpu")
@@ -173,15 +176,27 @@ def test_other_bits_are_wrong_if_the_run_is_deterministic(register, monkeypatch)
     calls = iter(range(100))
 
     def one_bit(call):
-        out = FUNCTIONS_OF_BLOCKED(call)
+        out = blocked.attend(call)
         return torch.nextafter(out, out + 1) if next(calls) == 15 else out
-
-    from diffmegatron.attention.kernels.pytorch.blocked import attend as FUNCTIONS_OF_BLOCKED
 
     monkeypatch.setitem(FUNCTIONS, "slow", one_bit)
     register("slow")
     problem = verify("slow", checks_of(shape, CPU)).problem
     assert problem.startswith("the result has other bits in call ")
+
+
+def test_a_deterministic_shape_is_timed_with_deterministic_sums(register, monkeypatch):
+    seen = set()
+
+    def observing(call):
+        seen.add(torch.are_deterministic_algorithms_enabled())
+        return blocked.attend(call)
+
+    monkeypatch.setitem(FUNCTIONS, "slow", observing)
+    register("slow")
+    check = checks_of(SHAPE.model_copy(update={"is_deterministic": True}), CPU)[0]
+    passes(check.trial, "slow", check.grad)()
+    assert seen == {True}
 
 
 def test_the_fastest_right_backend_is_chosen(register):
@@ -260,6 +275,26 @@ def test_an_interrupted_tune_keeps_what_it_has_measured(tiny_recipe, monkeypatch
         tuning.tune([recipe])
     found = cached_measurements(this_machine())
     assert [each.shape for each in found.kernels] == tuning.kernel_shapes(recipe)
+
+
+def test_changes_that_are_faster_alone_are_tried_together(monkeypatch):
+    seconds = {"triton": 2.0, "triton:split": 2.1, "triton:forward=64x64x4x3": 1.9}
+    seconds |= {"triton:dq=64x32x4x3": 1.8, "sdpa_4call": 1.7}
+    both = "triton:forward=64x64x4x3+dq=64x32x4x3"
+    monkeypatch.setattr(tuning, "usable_backends", lambda *_: [*seconds])
+    monkeypatch.setattr(tuning, "verify", lambda *_: Verification(0.5, ""))
+    times = seconds | {both: 1.6}
+    monkeypatch.setattr(
+        tuning, "_timed", lambda tried, _: {name: right(name, times[name]) for name in tried}
+    )
+    measured = tuning.measure_kernel(SHAPE, CPU)
+    assert [each.backend for each in measured.candidates] == [*times]
+    assert measured.fastest is not None and measured.fastest.backend == both
+    lost = TriedBackend(backend=both, problem="a wrong address", lost_device=True)
+    again = tuning.measure_kernel(SHAPE, CPU, measured.model_copy(update={"candidates": (lost,)}))
+    assert [each.backend for each in again.candidates] == [*seconds]
+    times["triton:dq=64x32x4x3"] = 2.0
+    assert len(tuning.measure_kernel(SHAPE, CPU).candidates) == len(seconds)
 
 
 def test_no_configuration_is_tried_after_its_time(monkeypatch, capsys):
