@@ -201,7 +201,7 @@ def _received(packed_kv: Tensor, ring: _Ring) -> Iterator[_Received]:
 
     The next ones arrive while the caller uses the yielded ones.
     """
-    return _circulate(packed_kv, ring.group) if ring.window is None else _sent(packed_kv, ring)
+    return _circulate(packed_kv, ring.group) if ring.window is None else _direct(packed_kv, ring)
 
 
 def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[_Received]:
@@ -217,7 +217,7 @@ def _circulate(packed_kv: Tensor, group: ProcessGroup) -> Iterator[_Received]:
     yield _Received((rank + 1) % size, (0, 1), present)
 
 
-def _sent(packed_kv: Tensor, ring: _Ring) -> Iterator[_Received]:
+def _direct(packed_kv: Tensor, ring: _Ring) -> Iterator[_Received]:
     """Yield the chunks of the ranks r, r - 1, r - 2, ... that rank r sees through its window.
 
     A rank of which rank r sees no chunk has an empty tensor.
