@@ -109,16 +109,17 @@ def subtraction_shape(recipe: RecipeSections, kind: AttentionKind) -> KernelShap
 
 
 def loss_shape(recipe: RecipeSections) -> KernelShape:
-    """Return the shape of the loss of a rank's tokens, or of a chunk of them."""
+    """Return the shape of the loss of a rank's tokens, or of the largest chunk of them."""
     training, parallel = recipe.training, recipe.parallel
-    positions = training.seq_length // parallel.context
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    positions = training.seq_length // parallel.context // shards
     if training.loss_chunk is not None:
-        positions = even_chunk(positions, training.loss_chunk)
+        positions = even_chunk(positions, -(-training.loss_chunk // shards))
     return KernelShape(
         operation="loss",
         dtype=run_dtype(recipe),
         batch=1,
-        length=training.micro_batch_size * positions,
+        length=training.micro_batch_size * positions * shards,
         head_dim=recipe.model.vocab_size // parallel.tensor,
         signal_heads=1,
         kv_heads=1,

@@ -240,10 +240,15 @@ def draw_v2_inputs(length, *, heads=6, ratio=3, kv_heads=2, width=128, dtype=tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_triton_subtraction_equals_pytorch(ratio, width, dtype):
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["lambda", "logits"])
+def test_triton_subtraction_equals_pytorch(sigmoid, ratio, width, dtype):
     q, _, _, lambda_ = draw_v2_inputs(1037, ratio=ratio, width=width, dtype=dtype)
-    out, grads = value_and_grads(lambda *x: subtract_noise(*x, backend="triton"), [q, lambda_])
-    right, wanted = value_and_grads(lambda *x: subtract_noise(*x, backend="pytorch"), [q, lambda_])
+    (out, grads), (right, wanted) = (
+        value_and_grads(
+            lambda *x, name=name: subtract_noise(*x, backend=name, sigmoid=sigmoid), [q, lambda_]
+        )
+        for name in ("triton", "pytorch")
+    )
     for name, actual, expected in zip(
         ("out", "heads", "lambda_"), (out, *grads), (right, *wanted), strict=True
     ):

@@ -6,7 +6,7 @@ from diffmegatron.attention.costs import LayerRun, costs_of
 from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.attention.kernels.registry import ContextCommunication, known_backend
 from diffmegatron.attention.kinds.kind import AttentionKind
-from diffmegatron.config.attention_backend import planned_backend
+from diffmegatron.config.attention_backend import loss_shape, planned_backend
 from diffmegatron.config.divisibility import choose_context_communication as chosen_communication
 from diffmegatron.config.fp8_products import fp8_layers
 from diffmegatron.config.schema import Recipe
@@ -116,7 +116,7 @@ def _swiglu_bytes(recipe: Recipe, device: Device) -> float:
 def logits_bytes(recipe: Recipe, device: Device) -> int:
     """Return the temporary bytes of the loss or, if larger, of the output layer's backward pass."""
     model, training, parallel = recipe.model, recipe.training, recipe.parallel
-    element, chunk = BYTES[training.precision], _loss_tokens(recipe)
+    element, chunk = BYTES[training.precision], loss_shape(recipe).length
     vocabulary = model.vocab_size / parallel.tensor
     per_logit = element
     if device == "cpu" and training.precision == "bf16":
@@ -137,14 +137,6 @@ def logits_bytes(recipe: Recipe, device: Device) -> int:
         # the gradient that this stage last sent to the previous stage.
         backward += sharded
     return round(max(per_logit * chunk * vocabulary, backward))
-
-
-def _loss_tokens(recipe: Recipe) -> int:
-    """Return the largest number of a rank's tokens whose logits are in memory at once."""
-    shards = _sequence_shards(recipe)
-    positions = recipe.training.seq_length // recipe.parallel.context // shards
-    longest = -(-positions // loss_chunks(recipe))
-    return longest * shards * recipe.training.micro_batch_size
 
 
 def loss_chunks(recipe: Recipe) -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from diffmegatron.config.attention_backend import (
     attention_shape,
+    loss_shape,
     planned_backend,
     subtraction_shape,
 )
@@ -60,6 +61,24 @@ def test_the_shape_of_attention_on_one_rank(
     recipe = tiny_recipe(*overrides)
     shape = attention_shape(recipe, recipe.model.attention.kinds[0])
     assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (4 * 64, 320)),
+        (("parallel.tensor=2", "training.loss_chunk=30"), (4 * 22, 160)),
+        (("parallel.context=2", "training.loss_chunk=30"), (4 * 16, 320)),
+        (
+            ("parallel.tensor=2", "parallel.sequence_parallel=true", "training.loss_chunk=20"),
+            (4 * 2 * 8, 160),
+        ),
+    ],
+    ids=str,
+)
+def test_the_loss_has_the_tokens_of_its_largest_chunk(overrides, expected, tiny_recipe):
+    shape = loss_shape(tiny_recipe(*overrides))
+    assert (shape.length, shape.head_dim) == expected
 
 
 def test_a_backend_without_windows_is_refused(tiny_recipe):
