@@ -18,6 +18,7 @@ BF16 = {"precision": "bf16"}
 FOUR = {"global_batch_size": 4}
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 RING = {"context": 2, "context_communication": "ring"}
+MUP = {"initialization": {"scheme": "mup", "base_hidden_size": 32}}
 OFFLOAD = {"offload_optimizer": True}
 V2 = {"kind": "diff_v2", "num_heads": 8}
 GROUPED = {"kind": "grouped", "signal_per_noise": 2}
@@ -36,14 +37,14 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "loss-chunk": (1, {"training": BF16 | {"loss_chunk": 32, "z_loss": 1e-4}}),
     "sequence": (2, {"parallel": SEQUENCE, "training": BF16}),
     "zero1": (2, {"training": BF16 | FOUR}),
-    "zero1-muon": (2, {"training": BF16 | FOUR, "optimizer": {"kind": "muon"}}),
+    "zero1-muon": (2, {"training": BF16 | FOUR, "optimizer": {"kind": "muon"}, "model": MUP}),
     "zero2": (2, {"parallel": {"zero_stage": 2}, "training": BF16 | FOUR}),
     "zero2-fp32": (2, {"parallel": {"zero_stage": 2}, "training": FOUR}),
     "zero3": (2, {"parallel": {"zero_stage": 3}, "training": BF16 | FOUR}),
     "zero1-offload": (2, {"parallel": OFFLOAD, "training": BF16 | FOUR}),
     "zero3-offload": (2, {"parallel": OFFLOAD | {"zero_stage": 3}, "training": BF16 | FOUR}),
     "pipeline": (2, {"parallel": {"pipeline": 2}, "training": BF16 | FOUR}),
-    "pipeline-fp32": (2, {"parallel": {"pipeline": 2}, "training": FOUR}),
+    "pipeline-fp32": (2, {"parallel": {"pipeline": 2}, "training": FOUR, "model": MUP}),
     "interleaved": (
         2,
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "training": BF16 | FOUR},
