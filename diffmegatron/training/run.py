@@ -60,7 +60,8 @@ class Run:
         first_step: step at which this start of the run began.
         values: metrics of the last completed step by name, equal on every rank: ``train/loss``,
             ``train/loss_tokens``, ``train/grad_norm``, ``train/lr``, with z-loss ``train/z_loss``,
-            and with Muon ``train/lr_muon``. Without labels, loss and norm are missing.
+            and with Muon ``train/lr_muon`` or with muP ``train/lr_matrices``. Without labels, loss
+            and norm are missing.
         agreed: values of the last completed step, reduced over all ranks.
         largest_logits: this rank's largest attention logits in the first microbatch of the last
             completed step, from ``observed_logits``; empty if they were not observed.

@@ -15,6 +15,7 @@ from diffmegatron.checkpoint.checkpoint_format import check_same_run, read_recip
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.schema import Recipe
+from diffmegatron.config.width_scaling import matrix_rate
 from diffmegatron.data.index import corpus_manifest
 from diffmegatron.data.tokenizers import check_vocabulary, load_tokenizer
 from diffmegatron.errors import UserError
@@ -211,12 +212,23 @@ def train_step(run: Run) -> None:
         }
         if training.z_loss:
             run.values["train/z_loss"] = run.agreed.z_loss
+    run.values |= logged_rates(rate, run.recipe)
+
+
+def logged_rates(rate: float, recipe: Recipe) -> dict[str, float]:
+    """Return the learning rates of a step as metrics; ``rate`` is that of the schedule."""
+    optimizer, factor = recipe.optimizer, matrix_rate(recipe)
     rates = {"train/lr": rate}
     if optimizer.kind == "muon":
-        rates["train/lr_muon"] = rate * optimizer.muon_lr_factor
-    for name, value in rates.items():
-        factors = optimizer.lr_multipliers.items()
-        run.values |= {name: value, **{f"{name}/{key}": value * f for key, f in factors}}
+        rates["train/lr_muon"] = rate * optimizer.muon_lr_factor * factor
+    elif recipe.model.initialization.scheme == "mup":
+        rates["train/lr_matrices"] = rate * factor
+    by_pattern = {
+        f"{name}/{pattern}": value * multiplier
+        for name, value in rates.items()
+        for pattern, multiplier in optimizer.lr_multipliers.items()
+    }
+    return rates | by_pattern
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:

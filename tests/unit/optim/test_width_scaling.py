@@ -17,6 +17,7 @@ from diffmegatron.optim.adamw import create_optimizer
 from diffmegatron.parallel.parallel_state import process_groups
 from diffmegatron.training.compute.batches import on_this_rank, open_loader
 from diffmegatron.training.compute.step import summed_loss
+from diffmegatron.training.trainer import logged_rates
 
 STEPS = 4
 # All angles are almost 0, so that the copies of a channel, which another frequency would rotate,
@@ -180,6 +181,20 @@ def test_the_change_by_muon_does_not_depend_on_the_width(scale, factor, tiny_rec
     # The spectral norm of an update is 0.2 sqrt(columns) times the rate with rms.
     assert matrices["lr_factor"] == factor
     assert matrices["lr_factor"] * matrices["weight_decay"] == pytest.approx(0.1)
+    assert logged_rates(2.0, recipe) == {"train/lr": 2.0, "train/lr_muon": 2.0 * factor}
+
+
+def test_the_log_has_the_rate_of_the_matrices(tiny_recipe):
+    recipe = tiny_recipe(
+        "model.initialization={scheme: mup, base_hidden_size: 16}",
+        "optimizer.lr_multipliers={'*.mlp.*': 3}",
+    )
+    assert logged_rates(2.0, recipe) == {
+        "train/lr": 2.0,
+        "train/lr_matrices": 0.5,
+        "train/lr/*.mlp.*": 6.0,
+        "train/lr_matrices/*.mlp.*": 1.5,
+    }
 
 
 def test_a_run_starts_only_from_weights_of_its_base_width(tiny_recipe):
