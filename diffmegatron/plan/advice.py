@@ -28,11 +28,22 @@ def warnings(
             recipe.optimizer.lr * matrix_rate(recipe),
         ),
         *filter(None, [export_problem(model.attention, model.hidden_size, model.num_layers)]),
+        *_window_warnings(recipe),
         *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),
         *_fp8_warnings(recipe, hardware),
         *_memory_warnings(recipe, layout, memory, hardware),
     )
+
+
+def _window_warnings(recipe: Recipe) -> Iterator[str]:
+    length = recipe.training.seq_length
+    windows = {kind.window for kind in recipe.model.attention.kinds if kind.window is not None}
+    for window in sorted(each for each in windows if each >= length):
+        yield (
+            f"model.attention.window {window} hides nothing in sequences of training.seq_length "
+            f"{length} tokens; give fewer, or keep it for longer sequences after training"
+        )
 
 
 def _rotary_warnings(recipe: Recipe) -> Iterator[str]:

@@ -75,6 +75,11 @@ def test_the_shipped_recipes_fit_their_gpus_without_a_warning():
         (["model.attention.headwise_norm=false"], 2, "3.122 instead of 3.062"),
         (["parallel.tensor=16", f"{HEADS}=16"], 16, "exceeds a node of 8 GPUs"),
         (
+            ["model.attention.window=4096"],
+            2,
+            "window 4096 hides nothing in sequences of training.seq_length 4096 tokens",
+        ),
+        (
             ["model.rope_scaling={kind: yarn, factor: 2, original_length: 1024}"],
             2,
             "reaches 2,048 tokens, and training.seq_length is 4096; give factor 4",
@@ -143,7 +148,15 @@ def test_an_indivisible_batch_error_suggests_only_a_micro_batch_size():
 
 
 @pytest.mark.parametrize(
-    "name", ["diff_3b_64k", "diff_3b_64k_yarn", "grouped_3b_64k", "diff_v2_3b_64k", "diff_3b_math"]
+    "name",
+    [
+        "diff_3b_64k",
+        "diff_3b_64k_yarn",
+        "grouped_3b_64k",
+        "diff_v2_3b_64k",
+        "pattern_3b_64k",
+        "diff_3b_math",
+    ],
 )
 def test_long_sequences_fit_two_gpus_of_80_gb(name):
     for recipe in load_stages(CONFIGS / f"{name}.yaml", allow_missing_files=True):
