@@ -261,7 +261,7 @@ def describe_keys(
         bool, typer.Option("--markdown", help="Print the page docs/keys.md, with all keys")
     ] = False,
 ) -> None:
-    """Describe the keys of a recipe: values, default, first release and meaning.
+    """Describe the keys of a recipe, with their first release.
 
     Example: diffmegatron configs keys optimizer.schedule
     """
