@@ -50,7 +50,7 @@ MUTATIONS = [
          "tests/unit/optim/test_guard.py"),
         ("optim/adamw.py", 'if is_lambda else declared.role == "matrix"',
          'if is_lambda else declared.role != "matrix"', "tests/unit/optim/test_adamw.py"),
-        ("config/width_scaling.py", "return WidthFactors(1 / m, 1 / m)",
+        ("config/width_scaling.py", "return WidthFactors(1 / m, 1 / m, 1 / m)",
          "return WidthFactors(1 / m)", "tests/unit/optim/test_width_scaling.py"),
         ("hf/kinds/network.py", "setdefault((number, windows[layer]), [])",
          "setdefault((number, None), [])", "tests/unit/hf/test_import_model.py"),

@@ -12,13 +12,14 @@ With m = ``hidden_size`` / ``base_hidden_size`` and r = ``head_dim`` / ``base_he
     matrices of layers: projections, MLP, W_lambda, gates  1 / sqrt(m)      1 / m     1 / m
     embedding, output layer                                1                1         1 / m
     norms of hidden states, biases                         1                1         1 / m
-    final norm                                             1 / m            1 / m     1
+    final norm                                             1 / m            1 / m     1 / m
     norms of queries, lambda vectors of a layer            1 / sqrt(r)      as that   1
     norms of keys and of heads                             1                1         1
 
 Megatron-core divides the logits by m. The row of the final norm has the same effect: AdamW trains a
 weight that begins at 1 / m with the rate / m exactly as a weight of 1 whose product is divided by
-m. The row of the norms of queries likewise replaces the softmax scale sqrt(base_head_dim) /
+m. Its gradient is divided by m too (model/trainable.py), so that both also have the same norm. The
+row of the norms of queries likewise replaces the softmax scale sqrt(base_head_dim) /
 head_dim. The network therefore needs no multipliers, and its exports, imports and evaluation do not
 depend on this module.
 
@@ -65,7 +66,7 @@ def width_factors(tensor: NamedTensor, model: ModelConfig) -> WidthFactors:
     if tensor.is_matrix:
         return WidthFactors(m**-0.5, 1 / m, 1 / m)
     if tensor.name == FINAL_NORM:
-        return WidthFactors(1 / m, 1 / m)
+        return WidthFactors(1 / m, 1 / m, 1 / m)
     if name in (QK_NORMS[0], *LAMBDA_VECTORS):
         return WidthFactors(r**-0.5, r**-0.5)
     if is_attention and name != QKV_BIAS:

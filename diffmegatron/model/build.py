@@ -19,7 +19,7 @@ from diffmegatron.model.initialize import initialize
 from diffmegatron.model.layers.layer_specs import available_host, final_norm, layer_spec
 from diffmegatron.model.network import Network, VirtualStage
 from diffmegatron.model.parameter_shards import parameter_shards
-from diffmegatron.model.trainable import mark_trained
+from diffmegatron.model.trainable import divide_final_gradient, mark_trained
 from diffmegatron.parallel.parallel_state import ParallelState
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ def build_model(
         is_sharded = parameter.numel() < math.prod(shards[0].global_shape)
         parameter.tensor_model_parallel = is_sharded  # type: ignore[attr-defined]
     mark_trained(network, recipe)
+    divide_final_gradient(network, recipe)
     return network
 
 

@@ -12,6 +12,7 @@ from diffmegatron.config.trainable_patterns import (
     trained_parts,
     trains_everything,
 )
+from diffmegatron.config.width_scaling import width_ratio
 from diffmegatron.model.network import Network
 from diffmegatron.model.parameter_shards import parameter_shards
 
@@ -36,6 +37,19 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
             _freeze_rows(parameter, frozen, kind.heads)
     if recipe.recompute.granularity != "none":
         _require_hidden_gradients(network)
+
+
+def divide_final_gradient(network: Network, recipe: Recipe) -> None:
+    """Divide the gradient of the final norm's weight by the width ratio of muP.
+
+    It is then that of a weight of 1 whose product is divided by this ratio. Otherwise this gradient
+    would dominate the norm of all gradients, and thereby their clipping, in wide networks.
+    """
+    ratio = width_ratio(recipe.model)
+    for stage in network.virtual_stages:
+        norm = stage.decoder.final_layernorm
+        if ratio != 1 and norm is not None and norm.weight.requires_grad:
+            norm.weight.register_hook(lambda gradient: gradient / ratio)
 
 
 def _freeze_rows(parameter: torch.nn.Parameter, frozen: tuple[str, ...], heads: Heads) -> None:

@@ -27,10 +27,11 @@ NO_ROTATION = "model.rope_scaling={kind: linear, factor: 1.0e9}"
 
 def train(
     recipe: Recipe, begin: Callable[[str, Tensor], Tensor]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with AdamW alone; return the losses, and the weights before the first step by name.
+) -> tuple[list[float], dict[str, Tensor], float]:
+    """Train with AdamW alone.
 
-    ``begin`` returns these weights from a name and the initial value.
+    Return the losses, the weights before the first step by name, and the norm of the last gradient
+    of the final norm. ``begin`` returns these weights from a name and the initial value.
     """
     losses = []
     with process_groups(recipe.parallel, recipe.training.seed) as parallel_state:
@@ -54,7 +55,9 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.optimizer.lr * group["lr_factor"]
             optimizer.step()
-    return losses, weights
+        gradient = named["decoder.final_layernorm.weight"].grad
+    assert gradient is not None
+    return losses, weights, gradient.norm().item()
 
 
 def copied(name: str, base: Tensor, width: int, *, heads: int, channels: int) -> Tensor:
@@ -134,13 +137,15 @@ def test_a_network_with_copied_channels_trains_as_its_base(
             return value
         return value + 0.2 * torch.rand(value.shape, generator=generator)
 
-    expected, base = train(network(1, 1), varied)
-    losses, _ = train(
+    expected, base, base_norm = train(network(1, 1), varied)
+    losses, _, norm = train(
         network(heads, channels),
         lambda name, _: copied(name, base[name], width, heads=heads, channels=channels),
     )
     assert max(expected) - min(expected) > 0.1
     assert losses == pytest.approx(expected, rel=2e-5)
+    # The gradient has copies of each number, divided by their count.
+    assert norm == pytest.approx(base_norm / (heads * channels) ** 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(
