@@ -140,8 +140,9 @@ class LayerKinds(Section):
 
     @property
     def title(self) -> str:
-        """Name in reports of the kind of all layers, or "Mixed"."""
-        return self.kinds[0].title if len(self.kinds) == 1 else "Mixed"
+        """Name in reports of the kind of all layers, whatever their windows, or "Mixed"."""
+        kinds = without_windows(self).kinds
+        return kinds[0].title if len(kinds) == 1 else "Mixed"
 
     @property
     def heads_in_words(self) -> str:

@@ -92,6 +92,7 @@ def test_an_export_has_the_windows_of_the_recipe(family: str, tmp_path: Path) ->
     attention, layers = recipe.model.attention, recipe.model.num_layers
     expected = [9] * 2 if "mistral" in family else [None] + [9] * (layers - 1)
     assert [attention.of_layer(layer).window for layer in range(layers)] == expected
+    assert attention.title == "Transformer"
     original = find_original(recipe)
     assert original is not None
     for window in (None, 5):
