@@ -216,16 +216,19 @@ def _shown(value: object) -> str:
 def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
     """Plot losses, throughput, and lambda per layer of ``runs`` (by name) into a PNG file."""
     with_lambda = [name for name, run in runs.items() if run.lambdas]
-    rows, columns = (2 if with_lambda else 1), max(2, len(with_lambda))
-    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    upper, *lower = figure.subfigures(rows, 1, squeeze=False)[:, 0]
-    losses, throughput = upper.subplots(1, 2)
+    count = len(with_lambda)
+    if count < 2:
+        figure = Figure(figsize=(4.5 * (2 + count), 3.8), layout="constrained")
+        losses, throughput, *panels = figure.subplots(1, 2 + count)
+    else:
+        figure = Figure(figsize=(5.5 * count, 8.4), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, squeeze=False)[:, 0]
+        losses, throughput = upper.subplots(1, 2)
+        panels = [*lower.subplots(1, count, sharey=True)]
     _plot_losses(losses, runs)
     _plot_throughput(throughput, runs)
-    if with_lambda:
-        panels = lower[0].subplots(1, len(with_lambda), sharey=True, squeeze=False)[0]
-        for axes, name in zip(panels, with_lambda, strict=True):
-            _plot_lambdas(axes, name, runs[name])
+    for axes, name in zip(panels, with_lambda, strict=True):
+        _plot_lambdas(axes, name, runs[name])
     write_picture(path, figure)
 
 

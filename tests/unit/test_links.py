@@ -50,6 +50,12 @@ def test_the_site_lists_every_page():
     assert [page for page in sorted(pages) if page not in site] == []
 
 
+def test_titles_of_the_site_are_distinct():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    titles = re.findall(r"^ +- ([^\n]+?):(?: \S+\.md)?$", navigation, re.MULTILINE)
+    assert len(titles) > 50 and sorted({*titles}) == sorted(titles)
+
+
 def test_hosted_ci_runs_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()

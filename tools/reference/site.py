@@ -26,7 +26,7 @@ _BOOSTS = {
     "Results": 0.001,
     "Decisions": 0.5,
     "Start": 2,
-    "By task": 2,
+    "Guides": 2,
 }
 _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 _SOURCES = {page: source for source, page in OUTSIDE.items()}

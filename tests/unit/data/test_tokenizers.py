@@ -315,7 +315,7 @@ def test_the_tokenizer_that_the_page_trains_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "data.md").read_text()
-    code = page.split("### Train a tokenizer")[1].split("```python\n")[1].split("```")[0]
+    code = page.split("### Your own tokenizer")[1].split("```python\n")[1].split("```")[0]
     assert len(code.splitlines()) <= 10
     text = tmp_path / "text.txt"
     text.write_text(page)
