@@ -194,8 +194,13 @@ def test_triton_equals_the_loops(noise_heads):
 @pytest.mark.parametrize("one_pass", [False, True], ids=["split", "one pass"])
 @pytest.mark.parametrize(
     ("width", "options"),
-    [(16, {}), (12, {"causal": False}), (16, {"cu_seqlens": torch.tensor([0, 7, 40])})],
-    ids=["causal", "full", "documents"],
+    [
+        (16, {}),
+        (12, {"causal": False}),
+        (16, {"cu_seqlens": torch.tensor([0, 7, 40])}),
+        (16, {"window": 11}),
+    ],
+    ids=["causal", "full", "documents", "window"],
 )
 def test_one_map_equals_the_reference(width, options, one_pass):
     q, k, _, _, v, _ = make_inputs(rows=20, keys=37, heads=2, width=width)
@@ -299,23 +304,27 @@ def test_large_logits(shift, causal):
 
 
 @pytest.mark.parametrize(
-    ("count", "noise_heads", "bounds", "one_pass"),
+    ("count", "noise_heads", "bounds", "window", "one_pass"),
     [
-        (2, 2, None, False),
-        (2, 2, torch.tensor([0, 7, 26, 40]), True),
-        (2, 1, None, True),
-        (2, 1, torch.tensor([0, 7, 26, 40]), False),
-        (1, 2, torch.tensor([0, 7, 26, 40]), False),
+        (2, 2, None, None, False),
+        (2, 2, torch.tensor([0, 7, 26, 40]), None, True),
+        (2, 1, None, None, True),
+        (2, 1, torch.tensor([0, 7, 26, 40]), 5, False),
+        (1, 2, torch.tensor([0, 7, 26, 40]), None, False),
+        (2, 2, None, 9, False),
     ],
-    ids=["fused", "fused, documents", "grouped", "grouped, documents", "one map, documents"],
+    ids=[
+        *("fused", "fused, documents", "grouped", "grouped, documents, window"),
+        *("one map, documents", "fused, window"),
+    ],
 )
-def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, one_pass):
+def test_chunks_of_keys_add_up_to_the_whole(count, noise_heads, bounds, window, one_pass):
     inputs = make_inputs(rows=20, keys=40, heads=2, noise_heads=noise_heads, width=16)
     q1, k1, q2, k2, v, lambda_ = (x.detach() for x in inputs)
     if count == 1:
         v, lambda_ = v[..., :16].contiguous(), None
     queries, all_keys = (q1, q2)[:count], (k1, k2)[:count]
-    options = {"cu_seqlens": bounds, "query_offset": 20}
+    options = {"cu_seqlens": bounds, "query_offset": 20, "window": window}
     whole_maps = QKV(queries, all_keys, v)
     outs, lses = zip(*chunk_attention(whole_maps, backend="reference", **options), strict=True)
     whole = WholeAttention(combine_maps(outs, lambda_), *outs[1:] or [None], lses)
