@@ -52,7 +52,9 @@ class DataConfig(Section):
     """Sources of the training data and their weights, packing, and the held-out splits."""
 
     tokenizer: Annotated[PathText, AfterValidator(_folder)] = Field(
-        default="cl100k_base", description="tokenizer of the sources: bytes, an encoding, a folder"
+        default="cl100k_base",
+        description="tokenizer of the sources: cl100k_base, bytes, a .tiktoken file, or a Hugging "
+        "Face folder",
     )
     sources: tuple[Source, ...] = Field(
         min_length=1, max_length=128, description="prepared corpora and their weights"

@@ -1,7 +1,7 @@
 """The reference of all keys of a recipe, read from the fields of its sections."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,52 @@ from diffmegatron.section import MAX_COUNT, MAX_SIZE, Section
 _ATTENTION = "model.attention"
 # File with the keys of all releases, each with its first release.
 _RELEASED_KEYS = Path(__file__).with_name("released_keys.txt")
+# Headings of docs that explain sections and keys, for links from docs/keys.md.
+_EXPLANATIONS = {
+    "run_dir": "recipes.md#files-and-overrides",
+    "imports": "variants.md#a-kind-of-your-own",
+    "model": "recipes.md#length-batch-layout-model",
+    "model.baseline": "variants.md#kinds-of-attention",
+    "model.attention.kind": "variants.md#which-to-choose",
+    "model.attention[].layers": "variants.md#layers-of-several-kinds",
+    "model.attention.window": "variants.md#sliding-windows",
+    "model.attention.output_gate": "variants.md#output-gate",
+    "model.attention.qk_norm": "variants.md#norms-of-queries-and-keys",
+    "model.attention.headwise_norm": "recipes.md#initial-weights",
+    "model.attention.signal_per_noise": "variants.md#comparison-of-kinds",
+    "model.attention.selected_heads": "variants.md#dex-extending-a-pretrained-model",
+    "model.vocab_size": "data.md#your-own-tokenizer",
+    "model.vocab_padding": "pretrained.md#tensor-parallelism",
+    "model.rope_scaling": "recipes.md#longer-sequences",
+    "model.initialization.scheme": "recipes.md#initial-weights",
+    "model.initialization.base_hidden_size": "recipes.md#widths-mup",
+    "model.lora": "recipes.md#fine-tuning-a-part",
+    "data": "data.md#the-data-section-of-a-recipe",
+    "data.tokenizer": "data.md#your-own-tokenizer",
+    "data.reset_attention_mask": "data.md#for-fine-tuning",
+    "data.verify": "data.md#verify",
+    "training": "recipes.md#length-batch-layout-model",
+    "training.attention_backend": "kernels.md#backends",
+    "training.chosen_kernels": "kernels.md#measure-a-machine",
+    "training.deterministic": "recovery.md#reproducibility-bit-for-bit",
+    "training.evaluate": "evaluation.md#within-training",
+    "training.fp8": "recipes.md#fp8",
+    "training.profile": "recipes.md#observing-a-run",
+    "training.wandb": "recipes.md#observing-a-run",
+    "training.z_loss": "recipes.md#the-learning-rate",
+    "optimizer": "recipes.md#the-learning-rate",
+    "optimizer.kind": "recipes.md#muon",
+    "optimizer.trainable": "recipes.md#fine-tuning-a-part",
+    "parallel": "parallelism.md#choose-a-layout",
+    "parallel.context_communication": "parallelism.md#cost-of-each-option",
+    "parallel.overlap_gradients": "design/overlap.md",
+    "recompute": "parallelism.md#cost-of-each-option",
+    "checkpoint": "recovery.md#checkpoints",
+    "checkpoint.start_from": "recipes.md#stages",
+    "checkpoint.time_limit_margin": "operations.md#start-a-job",
+    "guard": "recovery.md#guard",
+    "watchdog": "recovery.md#watchdog",
+}
 # Bounds that only keep products finite. They are not part of a key's meaning.
 _TECHNICAL_BOUNDS = (MAX_SIZE, MAX_COUNT, 2**63 - 1)
 
@@ -60,11 +106,11 @@ def find_keys(name: str) -> list[Key]:
     Raises:
         UserError: If a recipe has neither such a key nor such a section.
     """
-    keys = recipe_keys()
-    plain = {key.name.replace("[]", ""): key for key in keys}
-    found = [key for each, key in plain.items() if each == name or each.startswith(f"{name}.")]
+    named = [(key.name.replace("[]", ""), key) for key in recipe_keys()]
+    found = [key for each, key in named if each == name or each.startswith(f"{name}.")]
     if found:
         return found
+    plain = dict(named)
     last = name.rpartition(".")[2]
     near = [each for each in plain if each.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, plain, n=3)
@@ -79,18 +125,22 @@ def markdown_page() -> str:
         "`diffmegatron configs keys --markdown` writes this page from the fields of the recipe's "
         "sections. `diffmegatron configs keys training.loss_chunk` prints one key, and "
         "`diffmegatron configs keys optimizer` one section. [recipes.md](recipes.md) explains "
-        "recipes. Every recipe must have the keys without a default. *Since* is the first release "
-        "that has a key.",
+        "recipes. A recipe must have the required keys. A section that may be left out must have "
+        "its own. *Since* is the first release that has a key.",
     ]
-    keys = recipe_keys()
-    for section in dict.fromkeys(key.name.partition(".")[0] for key in keys):
-        rows = [
-            f"| `{key.name}` | {key.type} | {_code(key.default)} | {_meaning(key)} | {key.since} |"
-            for key in keys
-            if key.name.partition(".")[0] == section
-        ]
-        columns = ["| key | value | default | meaning | since |", "|---|---|---|---|---|"]
-        parts += [f"## {section}", "\n".join([*columns, *rows])]
+    by_name: dict[str, list[Key]] = {}
+    for key in recipe_keys():
+        by_name.setdefault(key.name, []).append(key)
+    section = ""
+    for name, keys in by_name.items():
+        if section != (section := name.partition(".")[0]):
+            parts.append(f"## {section}")
+            if section in _EXPLANATIONS and section != name:
+                parts.append(f"{_link(section)} explains this section.")
+        if name != section:
+            parts.append(f"### {name}")
+        explained = f" ({_link(name)})" if name in _EXPLANATIONS else ""
+        parts += [keys[0].meaning + explained, _list(keys)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -101,13 +151,24 @@ def describe(key: Key) -> str:
     return "\n  ".join([key.name, *lines])
 
 
-def _code(text: str | None) -> str:
-    return "" if text is None else f"`{text}`"
+def _link(name: str) -> str:
+    target = _EXPLANATIONS[name]
+    return f"[{target.partition('#')[0]}]({target})"
+
+
+def _list(keys: Sequence[Key]) -> str:
+    """Return a list with the values, the default, the kinds and the release of each key."""
+    lines = []
+    for key in keys:
+        default = "required" if key.default is None else f"default `{key.default}`"
+        kinds = [f"kinds {', '.join(key.kinds)}"] if key.kinds else []
+        lines.append(f"- {'; '.join([key.type, default, *kinds, f'since {key.since}'])}")
+    return "\n".join(lines)
 
 
 def _meaning(key: Key) -> str:
     kinds = f" ({', '.join(key.kinds)})" if key.kinds else ""
-    return key.meaning.replace("|", "\\|") + kinds
+    return key.meaning + kinds
 
 
 def _section_keys(section: type[Section], prefix: str) -> Iterator[Key]:

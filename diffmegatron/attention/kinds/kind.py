@@ -39,9 +39,15 @@ class AttentionKind(Section, ABC):
     """
 
     kind: str
-    num_heads: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
-    num_kv_heads: SizeOrZero = Field(default=0, description="0: the most that the kind allows")
-    head_dim: SizeOrZero = Field(default=0, description="0: what fills hidden_size")
+    num_heads: SizeOrZero = Field(
+        default=0, description="number of heads, as the kind counts them; 0: what fills hidden_size"
+    )
+    num_kv_heads: SizeOrZero = Field(
+        default=0, description="number of key-value heads; 0: the most that the kind allows"
+    )
+    head_dim: SizeOrZero = Field(
+        default=0, description="channels of a query or key head; 0: what fills hidden_size"
+    )
     window: Size | None = Field(
         default=None, description="tokens that a token sees, itself included; null: all before it"
     )

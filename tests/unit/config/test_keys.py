@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diffmegatron.attention.kinds.registry import KINDS
+from diffmegatron.config import keys as keys_module
 from diffmegatron.config.keys import find_keys, markdown_page, read_released_keys, recipe_keys
 from diffmegatron.config.load import load_stages
 from diffmegatron.errors import UserError
@@ -23,8 +24,27 @@ def test_the_page_is_that_of_the_fields():
     assert (DOCS / "keys.md").read_text() == markdown_page()
 
 
-def test_every_key_has_a_meaning():
-    assert [key.name for key in recipe_keys() if not key.meaning] == []
+def test_every_key_has_a_meaning_and_one_heading():
+    keys = recipe_keys()
+    assert [key.name for key in keys if not key.meaning] == []
+    headings = re.findall(r"^#+ (\S+)$", markdown_page(), re.MULTILINE)
+    assert len(headings) == len({*headings}) and {key.name for key in keys} <= {*headings}
+    # The page has one meaning for all kinds with a key.
+    assert len({(key.name, key.meaning) for key in keys}) == len({key.name for key in keys})
+
+
+def test_explanations_belong_to_keys_or_sections():
+    names = {key.name for key in recipe_keys()}
+    names |= {name.partition(".")[0] for name in names}
+    assert [name for name in keys_module._EXPLANATIONS if name not in names] == []
+
+
+def test_a_key_with_several_defaults_is_found_with_all_of_them():
+    found = find_keys("model.attention.headwise_norm")
+    assert {(key.kinds, key.default) for key in found} == {
+        (("softmax", "dex"), "false"),
+        (("diff_v1", "grouped"), "true"),
+    }
 
 
 def test_released_keys_exist_and_have_a_release_of_the_changelog():
