@@ -29,12 +29,10 @@ RECIPES = {
     "grouped": "configs/at_scale/grouped_3b_64gpus.yaml",
 }
 BASELINE = "Transformer"
-# Backends (kernel implementations) to count for each recipe; each is a column of the table. None
-# means that the backend is not overridden, because V2 uses softmax attention, which the setting
-# does not affect.
+# Backends (kernel implementations) to count for each recipe; each is a column of the table.
 BACKENDS = {
     "diff_v1": ("triton", "sdpa_4call"),
-    "diff_v2": (None,),
+    "diff_v2": ("triton", "sdpa"),
     "grouped": ("triton", "sdpa_4call"),
 }
 PASSES = ("forward", "backward", "update")
@@ -91,10 +89,7 @@ def _columns() -> Iterator[tuple[str, tuple[str, tuple[str, ...]]]]:
     """Yield the name of each column of the table with its recipe and overrides."""
     for kind, recipe in RECIPES.items():
         for backend in BACKENDS[kind]:
-            if backend is None:
-                yield kind, (recipe, ())
-            else:
-                yield f"{kind}, {backend}", (recipe, (f"training.attention_backend={backend}",))
+            yield f"{kind}, {backend}", (recipe, (f"training.attention_backend={backend}",))
         yield f"{BASELINE} of {kind}", (recipe, ("model.baseline=true",))
 
 

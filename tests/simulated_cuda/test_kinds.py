@@ -205,7 +205,7 @@ def test_updates_are_applied(name, results):
     ("name", "column"),
     [
         ("v1 by Triton", "diff_v1, triton"),
-        ("v2", "diff_v2"),
+        ("v2", "diff_v2, sdpa"),
         ("grouped", "grouped, sdpa_4call"),
         ("softmax", "Transformer of diff_v1"),
     ],

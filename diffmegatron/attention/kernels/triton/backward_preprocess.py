@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel for the deltas of two maps, and for the backward pass of the headwise norm.
+"""Triton kernel for the deltas of one or two maps, and for the headwise norm's backward pass.
 
 The result of head n is out_n = O_1,n - lambda O_2,m, where O_1,n and O_2,m are the outputs of
 signal head n and of its noise head m. r signal heads share a noise head. dO_n is the gradient of
@@ -9,7 +9,8 @@ out_n, and * is the elementwise product:
     delta_2,m = sum over n of rowsum(dO_n * O_2,m)
     dlambda = -sum(delta_2)
 
-The norm is RMSNorm(out) * norm_weight * norm_scale over the channels of each head.
+With one map, the delta is rowsum(dO_n * out_n). The norm is RMSNorm(out) * norm_weight * norm_scale
+over the channels of each head.
 
 In shapes, b is the batch size, s the number of queries and h the number of signal heads.
 """
@@ -39,12 +40,14 @@ def preprocess_kernel(
     norm_scale,
     value_width: tl.constexpr,
     M: tl.constexpr,
+    MAPS: tl.constexpr,
     RATIO: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Compute the deltas of M query rows of one noise head and its r = RATIO signal heads.
 
-    With NORM, also compute the gradients of the norm.
+    With MAPS = 1, there is no noise head, and only delta1 is stored. With NORM, also compute the
+    gradients of the norm.
 
     Grid: (blocks of M query rows, b * h / r).
 
@@ -67,15 +70,17 @@ def preprocess_kernel(
     batch = tl.program_id(1) // groups
     group = tl.program_id(1) % groups
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
     grads = Heads(grad_ptr, query_length, grad_strides)
     outs = contiguous_heads(out_ptr, query_length, heads, value_width)
-    outs2 = contiguous_heads(out2_ptr, query_length, groups, value_width)
-    out2 = load_tile(outs2, batch, group, first_row, value_width, M).to(ACCUMULATE)
-    grad_out2 = tl.zeros_like(out2)
-    delta2 = tl.zeros([M], dtype=ACCUMULATE)
-    columns = tl.arange(0, out2.shape[1])
-    weight_grad = tl.zeros([out2.shape[1]], dtype=ACCUMULATE)
+    if MAPS == 2:
+        lambda_ = tl.load(lambda_ptr).to(ACCUMULATE)
+        outs2 = contiguous_heads(out2_ptr, query_length, groups, value_width)
+        out2 = load_tile(outs2, batch, group, first_row, value_width, M).to(ACCUMULATE)
+        grad_out2 = tl.zeros_like(out2)
+        delta2 = tl.zeros([M], dtype=ACCUMULATE)
+    WIDTH: tl.constexpr = triton.next_power_of_2(value_width)
+    columns = tl.arange(0, WIDTH)
+    weight_grad = tl.zeros([WIDTH], dtype=ACCUMULATE)
     for index in range(RATIO):
         head = group * RATIO + index
         grad = load_tile(grads, batch, head, first_row, value_width, M).to(ACCUMULATE)
@@ -94,22 +99,25 @@ def preprocess_kernel(
             grad = (grad_unit - unit * projection[:, None]) * rstd[:, None]
             store_tile(grad_out_ptr, grad, batch, head, first_row, query_length, heads, value_width)
             grad = grad.to(grad_out_ptr.dtype.element_ty).to(ACCUMULATE)
-        of_noise_head = tl.sum(grad * out2, 1)
-        # O_1 is not saved. It is out + lambda O_2.
-        delta1 = tl.sum(grad * out, 1) + lambda_ * of_noise_head
+        delta1 = tl.sum(grad * out, 1)
+        if MAPS == 2:
+            of_noise_head = tl.sum(grad * out2, 1)
+            # O_1 is not saved. It is out + lambda O_2.
+            delta1 += lambda_ * of_noise_head
+            delta2 += of_noise_head
+            if RATIO > 1:
+                grad_out2 += grad
         store_rows(delta1_ptr, delta1, batch, head, first_row, query_length, heads)
-        delta2 += of_noise_head
+    if MAPS == 2:
+        sums = sums_ptr + program * (value_width * NORM + 1)
+        if NORM:
+            tl.store(sums + columns, weight_grad, mask=columns < value_width)
+        tl.store(sums + value_width * NORM, -tl.sum(delta2, 0))
         if RATIO > 1:
-            grad_out2 += grad
-    sums = sums_ptr + program * (value_width * NORM + 1)
-    if NORM:
-        tl.store(sums + columns, weight_grad, mask=columns < value_width)
-    tl.store(sums + value_width * NORM, -tl.sum(delta2, 0))
-    if RATIO > 1:
-        grad_out2 = (grad_out2 * -lambda_).to(grad_out2_ptr.dtype.element_ty)
-        store_tile(
-            grad_out2_ptr, grad_out2, batch, group, first_row, query_length, groups, value_width
-        )
-        # The rows of dS_2 add up to zero only if dO_2 and its delta are rounded alike.
-        delta2 = tl.sum(grad_out2.to(ACCUMULATE) * out2, 1)
-    store_rows(delta2_ptr, delta2, batch, group, first_row, query_length, groups)
+            grad_out2 = (grad_out2 * -lambda_).to(grad_out2_ptr.dtype.element_ty)
+            store_tile(
+                grad_out2_ptr, grad_out2, batch, group, first_row, query_length, groups, value_width
+            )
+            # The rows of dS_2 add up to zero only if dO_2 and its delta are rounded alike.
+            delta2 = tl.sum(grad_out2.to(ACCUMULATE) * out2, 1)
+        store_rows(delta2_ptr, delta2, batch, group, first_row, query_length, groups)

@@ -137,8 +137,7 @@ def launch_preprocess(
     delta1, delta2 = row_values(out), row_values(out2)
     batch, length, heads, width = out.shape
     noise_heads = out2.shape[2]
-    # With values of more than 256 columns, as many rows would not fit the registers.
-    rows = PREPROCESS_ROWS if width <= 256 else PREPROCESS_ROWS // 2
+    rows = _preprocess_rows(width)
     grid = (triton.cdiv(length, rows), batch * noise_heads)
     grad_out = grad if norm_weight is None else torch.empty_like(out)
     grad_out2 = None if heads == noise_heads else torch.empty_like(out2)
@@ -148,13 +147,34 @@ def launch_preprocess(
         preprocess_kernel[grid](
             grad, out, out2, lambda_, norm_weight, grad_out, grad_out2, sums,
             delta1, delta2, heads, length, grad.stride()[:3], norm_eps, norm_scale,
-            value_width=width, M=rows, RATIO=heads // noise_heads,
+            value_width=width, M=rows, MAPS=2, RATIO=heads // noise_heads,
             NORM=norm_weight is not None, num_warps=8,
         )  # fmt: skip
     totals = sums.sum(0)
     weight_grad = None if norm_weight is None else totals[:-1].to(norm_weight.dtype)
     grads = (grad_out,) if grad_out2 is None else (grad_out, grad_out2)
     return Preprocessed(grads, (delta1, delta2), weight_grad, totals[-1].to(lambda_.dtype))
+
+
+def launch_delta(grad: Tensor, out: Tensor) -> Tensor:
+    """Launch `preprocess_kernel` for one map, and return rowsum(dO * out), `[b, h, s]`.
+
+    `grad` is dO, and `out` the contiguous result.
+    """
+    batch, length, heads, width = out.shape
+    delta, rows = row_values(out), _preprocess_rows(width)
+    with on_device(out):
+        preprocess_kernel[(triton.cdiv(length, rows), batch * heads)](
+            grad, out, None, None, None, None, None, None, delta, None,
+            heads, length, grad.stride()[:3], 0.0, 1.0,
+            value_width=width, M=rows, MAPS=1, RATIO=1, NORM=False, num_warps=8,
+        )  # fmt: skip
+    return delta
+
+
+def _preprocess_rows(width: int) -> int:
+    # With values of more than 256 columns, as many rows would not fit the registers.
+    return PREPROCESS_ROWS if width <= 256 else PREPROCESS_ROWS // 2
 
 
 def launch_backward(
@@ -176,8 +196,8 @@ def launch_backward(
     batch, length, _, width = q.shape
     key_length, kv_heads = k.shape[1:3]
     grad, grad2 = grads[0], grads[-1]
-    # With one map the kernels load lambda but do not use it, so pass a zero.
-    lambda_ = deltas[0].new_zeros(()) if lambda_ is None else lambda_
+    # With one map the kernels load a lambda but do not use it, so pass any number.
+    lambda_ = deltas[0] if lambda_ is None else lambda_
     if problem.one_pass:
         dqs = [deltas[0].new_zeros(x.shape) for x in maps.queries]
     else:

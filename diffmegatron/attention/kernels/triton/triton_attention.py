@@ -23,6 +23,7 @@ from .kernel_launch import (
     Problem,
     by_head,
     launch_backward,
+    launch_delta,
     launch_forward,
     launch_preprocess,
     problem_of,
@@ -65,7 +66,8 @@ def attention_with_lse(
     call: AttentionCall, q: Tensor, k: Tensor, configuration: Configuration = _DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[b, s, heads, e]` and natural log-sum-exp `[b, s, heads]` of one map."""
-    out, lse = _one_map(q, k, call.maps.v, problem_of(call, configuration))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = _one_map(q, k, call.maps.v, problem_of(call, configuration), wide)
     return out, lse.transpose(1, 2) / LOG2_E
 
 
@@ -128,8 +130,7 @@ class _OneMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        wide, lse = _one_map(q, k, v, problem)
-        out = wide.to(v.dtype)
+        out, lse = _one_map(q, k, v, problem, v.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.problem = problem
         return out
@@ -138,22 +139,23 @@ class _OneMap(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        delta = by_head((grad.to(lse.dtype) * out).sum(-1))
+        (grad,) = same_strides(grad)
+        delta = launch_delta(grad, out)
         maps = _loadable(QKV((q,), (k,), v))
-        found = launch_backward(
-            maps, same_strides(grad.to(v.dtype)), None, (lse,), (delta,), ctx.problem
-        )
+        found = launch_backward(maps, (grad,), None, (lse,), (delta,), ctx.problem)
         return None, *found.arguments()
 
 
-def _one_map(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def _one_map(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return one map's output `[b, s, heads, e]` and base-2 log-sum-exp `[b, heads, s]`.
 
-    Both are fp32, or fp64 for fp64 inputs.
+    The output has the dtype `dtype`, and the log-sum-exp fp32, or fp64 for fp64 inputs.
     """
     maps = _loadable(QKV((q,), (k,), v))
     lse = row_values(q)
-    out = lse.new_empty(*q.shape[:3], v.shape[3])
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
     launch_forward(maps, None, (out,), (lse,), problem)
     return out, lse
 
