@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffmegatron.attention.context_parallel.ring import ring_attention
+from diffmegatron.attention.context_parallel import ring
 from diffmegatron.attention.kernels.api import diff_attention
 from tests.kernels.loops import make_inputs, relative_error, value_and_grads
 
@@ -20,7 +20,7 @@ def by_ring(window, cu_seqlens=None):
     def attend(*heads):
         *maps, lambda_ = heads
         options = {"lambda_": lambda_, "cu_seqlens": cu_seqlens, "window": window}
-        return ring_attention(OneRank(), "blocked", *maps, **options)
+        return ring.ring_attention(OneRank(), "blocked", *maps, **options)
 
     return attend
 
@@ -37,7 +37,9 @@ def test_windows_within_and_across_chunks_equal_the_equation(window, documents):
         assert relative_error(grad, wanted) < 1e-12
 
 
-def test_a_window_of_the_sequence_changes_no_bit():
+def test_a_window_of_the_sequence_changes_no_bit(monkeypatch):
+    # With three ranks or more, the direct exchange would add gradients in another order.
+    monkeypatch.setattr(ring, "_direct", None)
     inputs = make_inputs(rows=12, heads=2, dtype=torch.float32)
     (out, grads), (plain, plain_grads) = (
         value_and_grads(by_ring(window), inputs) for window in (12, None)
