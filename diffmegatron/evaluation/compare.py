@@ -213,21 +213,25 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def plot_runs(path: Path, runs: Mapping[str, RecordedRun]) -> None:
-    """Plot losses, throughput, and lambda per layer of ``runs`` (by name) into a PNG file."""
+def plot_runs(path: Path, runs: Mapping[str, RecordedRun], has_throughput: bool = True) -> None:
+    """Plot losses, throughput, and lambda per layer of ``runs`` (by name) into a PNG file.
+
+    ``has_throughput``: whether to plot tokens per second, whose comparison needs an idle machine.
+    """
+    plots = [_plot_losses, _plot_throughput] if has_throughput else [_plot_losses]
     with_lambda = [name for name, run in runs.items() if run.lambdas]
     count = len(with_lambda)
     if count < 2:
-        figure = Figure(figsize=(4.5 * (2 + count), 3.8), layout="constrained")
-        losses, throughput, *panels = figure.subplots(1, 2 + count)
+        figure = Figure(figsize=(4.5 * (len(plots) + count), 3.6), layout="constrained")
+        panels = [*figure.subplots(1, len(plots) + count, squeeze=False)[0]]
     else:
         figure = Figure(figsize=(5.5 * count, 8.4), layout="constrained")
         upper, lower = figure.subfigures(2, 1, squeeze=False)[:, 0]
-        losses, throughput = upper.subplots(1, 2)
-        panels = [*lower.subplots(1, count, sharey=True)]
-    _plot_losses(losses, runs)
-    _plot_throughput(throughput, runs)
-    for axes, name in zip(panels, with_lambda, strict=True):
+        panels = [*upper.subplots(1, len(plots), squeeze=False)[0]]
+        panels += [*lower.subplots(1, count, sharey=True)]
+    for axes, plot in zip(panels, plots, strict=False):
+        plot(axes, runs)
+    for axes, name in zip(panels[len(plots) :], with_lambda, strict=True):
         _plot_lambdas(axes, name, runs[name])
     write_picture(path, figure)
 

@@ -166,7 +166,8 @@ def write_report(names: Iterable[str], seconds: dict[str, float]) -> None:
     recorded = {name: read_run(RUNS / name) for name in names}
     models = {name: _describe(RUNS / name, recorded[name]) for name in recorded}
     titles = {name: str(model["title"]) for name, model in models.items()}
-    plot_runs(RUNS / "report.png", {titles[name]: run for name, run in recorded.items()})
+    runs = {titles[name]: run for name, run in recorded.items()}
+    plot_runs(RUNS / "report.png", runs, has_throughput=False)
     report = {
         "machine": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
