@@ -47,8 +47,14 @@ def _measure_imports() -> None:
             libraries=[name for name in LIBRARIES if name in sys.modules],
         )
 
+    def begin_anew() -> None:
+        nonlocal seconds
+        seconds = 0.0
+
     builtins.__import__ = measured
     atexit.register(end)
+    # The interpreter that a process was forked from counts its own imports.
+    os.register_at_fork(after_in_child=begin_anew)
 
 
 def _audit(event: str, arguments: tuple) -> None:

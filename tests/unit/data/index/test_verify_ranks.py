@@ -24,9 +24,8 @@ from diffmegatron.training.compute import batches
 from diffmegatron.training.compute.batches import verify_sources
 
 RANKS = 2
-# The fork server imports this module once, so a new process starts within milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+CONTEXT.set_forkserver_preload(["tests.forks.preloaded"])
 
 
 @pytest.fixture
