@@ -161,7 +161,7 @@ CASES = {
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
     # The weights of this case exceed the number of elements that DeepSpeed keeps gathered at once.
     "zero 3, deep": Case(
-        V1, 64, ("model.num_layers=8", "training.seq_length=512", "parallel.zero_stage=3")
+        V1, 8, ("model.num_layers=8", "training.seq_length=512", "parallel.zero_stage=3")
     ),
     "tied": Case(V1, 64, (*SMALL, "model.tied_embeddings=true")),
     "flex": Case(V1, 64, (*SMALL, "training.attention_backend=flex")),

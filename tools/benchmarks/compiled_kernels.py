@@ -5,6 +5,8 @@ launch. Everything before the launch is real: the calls of `kernels.triton`, Tri
 on their arguments, and ptxas.
 """
 
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
@@ -20,6 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime.cache import get_cache_manager
 
 from diffmegatron.attention.kernels.api import HeadwiseNorm
 from diffmegatron.attention.kernels.call import AttentionCall
@@ -196,6 +199,20 @@ def compile_cross_entropy(capability: int, dtype: torch.dtype) -> dict[str, Any]
 
 
 def usage_of(kernel: Any) -> Usage:
+    """Return a compiled kernel's resources, which Triton's cache keeps.
+
+    Without the cache, reading them takes a second or more.
+    """
+    content = kernel.asm["cubin"] + kernel.asm["ptx"].encode() + Path(__file__).read_bytes()
+    cache = get_cache_manager(hashlib.sha256(content).hexdigest())
+    file = cache.get_file("usage.json")
+    if file is None:
+        usage = _read_usage(kernel)
+        file = cache.put(json.dumps(usage._asdict()), "usage.json", binary=False)
+    return Usage(**json.loads(Path(file).read_text()))
+
+
+def _read_usage(kernel: Any) -> Usage:
     """Read a compiled kernel's resources from its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
