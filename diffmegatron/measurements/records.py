@@ -120,6 +120,11 @@ class KernelMeasurement(Section):
     measured_at: str
 
     @property
+    def lost(self) -> dict[str, TriedBackend]:
+        """Candidates that made the GPU unusable, by name."""
+        return {each.backend: each for each in self.candidates if each.lost_device}
+
+    @property
     def fastest(self) -> TriedBackend | None:
         """The right candidate with the shortest time; None if no candidate is right."""
         timed = [each for each in self.candidates if each.seconds is not None]

@@ -113,9 +113,11 @@ def _measure_on_one_rank(
     # The losses come last, because their collectives make a lost GPU harder to leave.
     for shape in sorted(shapes, key=lambda each: each.operation == "loss"):
         progress.print(describe_shape(shape))
-        measured = measure_kernel(shape, device, known.of_shape(shape), until)
+        before = known.of_shape(shape)
+        measured = measure_kernel(shape, device, before, until)
         new = new.updated(Measurements(machine=machine, kernels=(measured,)))
-        if lost := next((each for each in measured.candidates if each.lost_device), None):
+        left_out = {} if before is None else before.lost
+        if lost := next((each for n, each in measured.lost.items() if n not in left_out), None):
             then = "it is left out from now on, so run the same command again"
             if _write(known, new, out).path is None:
                 then = "run the command with --out FILE until it ends; each time it leaves out more"
@@ -163,20 +165,18 @@ def measure_kernel(
 ) -> KernelMeasurement:
     """Verify all backends that can compute a shape, and time those that are right.
 
-    ``known`` is an earlier measurement. Its backends that made the GPU unusable are not run again.
-    After the time ``until`` (``time.perf_counter``), no other configuration of a backend is tried.
+    ``known`` is an earlier measurement. Its backends that made the GPU unusable are not run again,
+    and remain in the result. After the time ``until`` (``time.perf_counter``), no other
+    configuration of a backend is tried.
     """
     checks = checks_of(shape, device)
-    earlier = () if known is None else known.candidates
-    lost = {each.backend: each for each in earlier if each.lost_device}
-    tried: dict[str, TriedBackend] = {}
-    names, left_out = usable_backends(shape, device), []
-    for name in names:
+    tried: dict[str, TriedBackend] = {} if known is None else known.lost
+    left_out = []
+    for name in usable_backends(shape, device):
+        if name in tried:
+            continue
         if name != base_name(name) and time.perf_counter() > until:
             left_out.append(name)
-            continue
-        if name in lost:
-            tried[name] = lost[name]
             continue
         tried[name] = _verified(name, checks, device)
         if tried[name].lost_device:
@@ -184,7 +184,7 @@ def measure_kernel(
     else:
         tried |= _timed(tried, checks[0])
         combination = _combination(tried)
-        if combination is not None and combination not in lost:
+        if combination is not None and combination not in tried:
             tried[combination] = _verified(combination, checks, device)
             if not tried[combination].lost_device:
                 tried |= _timed(tried, checks[0])
@@ -211,7 +211,7 @@ def _combination(tried: Mapping[str, TriedBackend]) -> str | None:
     values: dict[str, Any] = {}
     for name, each in tried.items():
         base, _, text = name.partition(":")
-        if text and (each.seconds or math.inf) < (tried[base].seconds or 0.0):
+        if text and each.seconds is not None and each.seconds < (tried[base].seconds or 0.0):
             changes = Configuration.parse(text)._asdict().items()
             values |= {key: value for key, value in changes if value is not None}
     return f"triton:{Configuration(**values)}" if len(values) > 1 else None

@@ -245,7 +245,10 @@ def test_tune_stores_prints_and_adds_to_earlier_measurements(tiny_recipe, tmp_pa
 
 
 def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatch):
-    """Write measurements of another tune while this one runs, and tell of a lost GPU."""
+    """Write measurements of another tune while this one runs, and lose the GPU in each shape.
+
+    The third call of the command knows both losses, so it ends.
+    """
     recipe, out = with_document_mask(tiny_recipe()), tmp_path / "a.json"
     other = KernelMeasurement(shape=SHAPE, candidates=(), measured_at="now")
     measure, known = tuning.measure_kernel, []
@@ -262,6 +265,8 @@ def test_tunes_to_one_file_lose_no_measurement(tiny_recipe, tmp_path, monkeypatc
             tuning.tune([recipe], out)
     assert other in read_measurements(out).kernels and known[0] is None
     assert known[1].candidates[0].lost_device
+    finished = tuning.tune([recipe], out)
+    assert finished is not None and all(each.lost for each in finished.measurements.kernels[1:])
     assert not [*tmp_path.glob("*.lock")]
 
 
@@ -284,15 +289,18 @@ def test_changes_that_are_faster_alone_are_tried_together(monkeypatch):
     monkeypatch.setattr(tuning, "usable_backends", lambda *_: [*seconds])
     monkeypatch.setattr(tuning, "verify", lambda *_: Verification(0.5, ""))
     times = seconds | {both: 1.6}
-    monkeypatch.setattr(
-        tuning, "_timed", lambda tried, _: {name: right(name, times[name]) for name in tried}
-    )
+
+    def timed(tried, _):
+        return {name: right(name, times[name]) for name, each in tried.items() if not each.problem}
+
+    monkeypatch.setattr(tuning, "_timed", timed)
     measured = tuning.measure_kernel(SHAPE, CPU)
     assert [each.backend for each in measured.candidates] == [*times]
     assert measured.fastest is not None and measured.fastest.backend == both
     lost = TriedBackend(backend=both, problem="a wrong address", lost_device=True)
-    again = tuning.measure_kernel(SHAPE, CPU, measured.model_copy(update={"candidates": (lost,)}))
-    assert [each.backend for each in again.candidates] == [*seconds]
+    known = measured.model_copy(update={"candidates": (lost,)})
+    again = tuning.measure_kernel(SHAPE, CPU, known)
+    assert [each.backend for each in again.candidates] == [both, *seconds]
     times["triton:dq=64x32x4x3"] = 2.0
     assert len(tuning.measure_kernel(SHAPE, CPU).candidates) == len(seconds)
 
