@@ -240,7 +240,7 @@ def _context(recipe: Recipe) -> float:
 
 
 class _RingMessages(NamedTuple):
-    """What the rank of a ring that sends most sends in a layer for one microbatch.
+    """Messages of one microbatch in a layer, of the rank of a ring that sends most.
 
     Attributes:
         shards: shards of keys and values that a pass sends.

@@ -37,8 +37,8 @@ class Costs(Generic[Kind]):
     def visible_keys(self, length: int) -> float:
         """Return the mean number of keys that a token of a sequence sees.
 
-        ``length`` is the number of tokens of the sequence. Like the usual half of the length, the
-        number leaves out half a key of each token.
+        ``length`` is the number of tokens of the sequence. Each of the first tokens, which see all
+        before them, counts half a key too few, as in the usual half of the length.
         """
         window = window_in(self.kind, length)
         return length / 2 if window is None else window - window**2 / (2 * length)

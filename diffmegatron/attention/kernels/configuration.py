@@ -28,7 +28,7 @@ class BlockSizes(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """What the kernels of a call do in another way than by default; None means the default.
+    """Form and block sizes of a call's kernels; None stands for the default.
 
     Attributes:
         one_pass: whether the backward kernel of dK and dV also computes dQ. With
