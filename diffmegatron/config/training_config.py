@@ -182,6 +182,17 @@ class TrainingConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sums_in_order(self) -> Self:
+        known = (find_backend(op, self.attention_backend) for op in get_args(Operation))
+        forms = {each.configuration.one_pass for each in known if each and each.configuration}
+        if self.deterministic and True in forms:
+            raise ValueError(
+                f"training.attention_backend {self.attention_backend!r} sums in an order that "
+                "changes, and training.deterministic is true; give 'split' in place of 'one_pass'"
+            )
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Number of tokens of a global batch."""

@@ -1,6 +1,7 @@
 """Configurations of the Triton kernels: their names, and those that ``tune`` tries."""
 
 import itertools
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -68,6 +69,11 @@ def test_a_recipe_may_name_a_configuration(tiny_recipe):
     assert planned_backend(recipe, kind) == name
     with pytest.raises(UserError, match=r"triton:fast.* should be 'auto' or one of reference, "):
         tiny_recipe("training.attention_backend=triton:fast")
+    for name, is_refused in (("triton:split", False), ("triton", False), ("triton:one_pass", True)):
+        given = f"training.attention_backend={name}"
+        assert tiny_recipe(given).training.attention_backend == name
+        with pytest.raises(UserError, match="order") if is_refused else nullcontext():
+            tiny_recipe(given, "training.deterministic=true")
 
 
 @pytest.mark.parametrize("target", ChipClass)
