@@ -22,13 +22,20 @@ def sum_norms_at_once(zero_optimizer: Any) -> None:
     the tensors of one stage have a learning rate.
     """
     norm_of_the_stage = zero_optimizer.scaled_global_norm
+    reduce_over_model = zero_optimizer._model_parallel_all_reduce
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
         squared: Tensor = norm_of_the_stage(norm_type).square()
         distributed.all_reduce(squared, group=zero_optimizer.model_parallel_group)
         return squared.sqrt()
 
-    zero_optimizer._model_parallel_all_reduce = lambda tensor, op: None
+    def reduce_except_norms(tensor: Tensor, op: Any) -> None:
+        # Only norms are summed. The maximum of the overflow flags must remain: without it, the
+        # stage with an overflow would skip the norm, for which the other stages would wait.
+        if op.name != "SUM":
+            reduce_over_model(tensor, op)
+
+    zero_optimizer._model_parallel_all_reduce = reduce_except_norms
     zero_optimizer.scaled_global_norm = scaled_global_norm
 
 

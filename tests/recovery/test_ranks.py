@@ -71,6 +71,7 @@ NANS = {
     "nan-bf16-zero3": BF16 + ZERO3,
     "nan-offload": OFFLOAD,
     "nan-bf16-offload": BF16 + OFFLOAD,
+    "nan-bf16-offload-pipeline": BF16 + OFFLOAD + PIPELINE,
     "nan-bf16-zero3-offload": BF16 + ZERO3 + OFFLOAD,
 }
 
