@@ -181,9 +181,11 @@ def _with_windows(attention: LayerKinds, windows: Sequence[int | None]) -> Layer
     entries: dict[tuple[int, int | None], list[int]] = {}
     for number, (_, ranges) in enumerate(attention.by_kind(len(windows))):
         for layer in chain.from_iterable(ranges):
-            entries.setdefault((number, windows[layer]), []).append(layer + 1)
+            # The recipe refuses layers beyond the last one.
+            window = windows[layer] if layer < len(windows) else None
+            entries.setdefault((number, window), []).append(layer + 1)
     kinds = (attention.kinds[number].model_copy(update={"window": w}) for number, w in entries)
-    is_split = len(entries) > len(attention.kinds)
+    is_split = [number for number, _ in entries] != [*range(len(attention.kinds))]
     layers = map(_as_text, entries.values()) if is_split else attention.layers
     return LayerKinds(kinds=tuple(kinds), layers=tuple(layers))
 

@@ -12,6 +12,7 @@ from diffmegatron.checkpoint.weights import write_checkpoint
 from diffmegatron.errors import UserError
 from diffmegatron.hf.export_checkpoint import export_checkpoint
 from diffmegatron.hf.kinds import export_problem, read_attention
+from diffmegatron.hf.modeling import MixedDiffConfig
 from diffmegatron.model.build import build_model
 from diffmegatron.model.parameter_shards import parameter_shards
 from diffmegatron.parallel.parallel_state import process_groups
@@ -98,3 +99,18 @@ def test_random_patterns_train_plan_and_export(tiny_recipe, tmp_path, hidden):
         assert [each.heads for each in imported.kinds] == [each.heads for each in trained.kinds]
         assert [each.window for each in imported.kinds] == [each.window for each in trained.kinds]
     assert refused < PATTERNS // 4
+
+
+def test_a_layer_beyond_the_last_is_refused_by_the_recipe():
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    config = MixedDiffConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        layer_kinds=[{"model_type": "gated_llama", "layers": "1-3", **heads}],
+        **heads,
+    )
+    values = config.to_dict() | {"qk_norm": False, "output_gate": None}
+    with pytest.raises(ValueError, match=r"layers '2-3', and model\.num_layers is 2; give numbers"):
+        read_attention(values).sized(64, num_layers=2)
