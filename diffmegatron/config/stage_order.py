@@ -137,7 +137,7 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     - change the keys in ``_FREE``, the windows and the ``free_keys`` of its attention,
     - have a kind of attention whose ``foundation`` has the kind of ``before``.
 
-    With muP, ``before`` must have the same base width.
+    With muP, ``model.initialization`` must be equal too.
     """
     attention = now.model.attention
     foundation = attention.foundation

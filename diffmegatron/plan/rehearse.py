@@ -191,6 +191,8 @@ def _model(recipe: Recipe, sizes: dict[str, int], stage_layers: int) -> dict[str
     return {
         "num_layers": layers,
         "attention": small.model_dump(mode="json"),
+        # The recipe refuses the width of another network's heads without norms of queries.
+        "initialization": model.initialization.model_dump() | {"base_head_dim": None},
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "vocab_size": math.ceil(VOCABULARY / tensor) * tensor,

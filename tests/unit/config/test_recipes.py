@@ -521,6 +521,14 @@ def test_the_largest_recipes_have_a_small_rehearsal(overrides, tmp_path):
     assert count_parameters(rehearsal.recipe.model).total < 10**8
 
 
+def test_a_rehearsal_of_mup_has_heads_of_another_width(tmp_path):
+    overrides = ["model.initialization.base_head_dim=128"]
+    recipe = load_recipe(CONFIGS / "diff_3b_350b_mup.yaml", overrides)
+    small = small_recipe(recipe, None, tmp_path).recipe.model
+    assert small.initialization.scheme == "mup"
+    assert small.attention.head_dim != recipe.model.attention.head_dim == 128
+
+
 def test_a_pipeline_of_too_many_stages_is_not_rehearsed(tmp_path):
     overrides = ["model.num_layers=4096", "parallel.pipeline=2", "parallel.virtual_pipeline=2048"]
     recipe = load_recipe(CONFIGS / "diff_3b_1t.yaml", overrides)
