@@ -29,8 +29,8 @@ class NetworkExport:
         self.attention, self.hidden_size = attention, hidden_size
         exports = [export_of(each, hidden_size) for each in attention.kinds]
         self._exports = exports if len(exports) == 1 else [each.beside_others() for each in exports]
-        self._windows = [attention.of_layer(layer).window for layer in range(num_layers)]
-        sizes = sorted({each for each in self._windows if each is not None})
+        self._num_layers = num_layers
+        sizes = sorted({each.window for each in attention.kinds if each.window is not None})
         if len(sizes) > 1:
             raise UserError(
                 f"model.attention has windows of {' and '.join(map(str, sizes))} tokens, and a "
@@ -49,7 +49,8 @@ class NetworkExport:
             return {"sliding_window": self._window}
         if model_type not in WINDOWED:
             return {}
-        types = [FULL if each is None else SLIDING for each in self._windows]
+        kinds = map(self.attention.of_layer, range(self._num_layers))
+        types = [FULL if each.window is None else SLIDING for each in kinds]
         keys = {"sliding_window": self._window, "layer_types": types}
         if model_type in ("qwen2", "qwen3"):
             keys["use_sliding_window"] = self._window is not None
@@ -61,7 +62,8 @@ class NetworkExport:
         Its keys do not have the windows, which :meth:`window_keys` returns.
         """
         described = [each.hugging_face() for each in self._exports]
-        windowed = WINDOWED if None in self._windows else (*WINDOWED, "mistral")
+        is_everywhere = all(each.window is not None for each in self.attention.kinds)
+        windowed = (*WINDOWED, "mistral") if is_everywhere else WINDOWED
         for kind, each in zip(self.attention.kinds, described, strict=True):
             if kind.window is not None and each.model_type not in windowed:
                 raise UserError(
