@@ -1,4 +1,4 @@
-"""Forty deliberate mistakes in a copy of the project, each of which named tests must find.
+"""Deliberate mistakes in a copy of the project, each of which named tests must find.
 
     python -m tests.mutations                 # all
     python -m tests.mutations schedule guard  # those whose file or tests contain a word

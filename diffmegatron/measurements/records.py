@@ -39,7 +39,7 @@ class KernelShape(Section):
     operation: Op | Literal["loss"]
     dtype: str
     batch: Size
-    length: Size
+    length: Count
     keys: SizeOrZero = 0
     head_dim: Size
     signal_heads: SizeOrZero = 0
