@@ -8,7 +8,8 @@ To use the stand-in, start a process with the variables that :func:`environment`
   them into a folder.
 - Every network that the process builds has Transformer Engine's layers.
 
-The stand-in uses private names of Transformer Engine 2.7 to 2.20.
+The stand-in uses private names of Transformer Engine 2.7 to 2.20. Its FP8 needs
+IdentityQuantizer, which 2.20 has and 2.7 does not have.
 """
 
 import os
@@ -23,6 +24,12 @@ HOOK = Path(__file__).parent / "path"
 def python_files() -> str | None:
     """Return the folder that ``TRANSFORMER_ENGINE_PYTHON`` names; None if it is unset or empty."""
     return os.environ.get(FOLDER) or None
+
+
+def emulates_fp8() -> bool:
+    """Return whether the stand-in has products in FP8 for the version of Transformer Engine."""
+    folder = Path(python_files() or "", "transformer_engine", "pytorch", "tensor")
+    return (folder / "identity_tensor.py").exists()
 
 
 def environment() -> dict[str, str]:

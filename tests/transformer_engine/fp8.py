@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.transformer_engine import emulates_fp8
+
 # Environment variable with a folder in which each rank records its FP8 contexts.
 RECORDS = "TRANSFORMER_ENGINE_RECORDS"
 Round = Callable[[Tensor], Tensor]
@@ -27,13 +29,12 @@ Round = Callable[[Tensor], Tensor]
 def emulate() -> None:
     """Replace Transformer Engine's quantizers, and its checks of the GPU's generation.
 
-    Versions without ``IdentityQuantizer`` stay as they are, so they refuse FP8 on a CPU.
+    Versions without ``IdentityQuantizer`` stay as they are.
     """
-    try:
-        from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
-    except ImportError:
+    if not emulates_fp8():
         return
     from transformer_engine.pytorch import distributed, quantization
+    from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
     class Rounding(IdentityQuantizer):
         """Quantizer that applies ``round`` and keeps the dtype."""

@@ -37,7 +37,7 @@ from tests.paths import ROOT
 from tests.ranks import launch
 from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, simulate
-from tests.transformer_engine import FOLDER, environment, python_files
+from tests.transformer_engine import FOLDER, emulates_fp8, environment, python_files
 from tests.transformer_engine.fp8 import RECORDS, read_records
 from tests.transformer_engine.fp8_runs import LAYERS, RECIPES, SIZES, in_fp8
 from tests.transformer_engine.networks import BATCH, LENGTH, NETWORKS
@@ -58,6 +58,9 @@ ROWS = (
 CHOSEN = [{layout.name: layout for layout in LAYOUTS if layout.ranks == 2}[name] for name in ROWS]
 each_layout = pytest.mark.parametrize("layout", CHOSEN, ids=lambda layout: layout.name)
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+needs_fp8 = pytest.mark.skipif(
+    not emulates_fp8(), reason="the stand-in has no FP8 for this version of Transformer Engine"
+)
 # Runs in FP8 on two ranks, which are compared with bf16 runs of local layers in one process.
 BF16 = ("training.precision=bf16",)
 DEEP = (*BF16, "model.num_layers=4", "training.micro_batch_size=2", "checkpoint.interval=6")
@@ -199,6 +202,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(
             [str(file), str(out), name, *COMMON, "checkpoint.interval=6", *overrides]
             for name, overrides in FP8_LAYOUTS.items()
+            if emulates_fp8()
         ),
         environment=environment() | {RECORDS: str(out)},
     )
@@ -233,7 +237,7 @@ def test_a_checkpoint_of_one_host_is_resumed_by_the_other(name, runs):
 
 @pytest.mark.parametrize(
     ("environment_of", "name"),
-    [(dict, "fp8:tp2+sp+recompute"), (environment, "v2:tp2+sp")],
+    [(dict, "fp8:tp2+sp+recompute" if emulates_fp8() else "v2:tp2"), (environment, "v2:tp2+sp")],
     ids=HOSTS,
 )
 def test_a_transformer_engine_checkpoint_exports_in_both_hosts(
@@ -259,6 +263,7 @@ def in_fp8_steps(recipe: str, layers: Sequence[int], ranks: Sequence[int]) -> li
     return [[CLASSES[recipe], layer, [*ranks]] for layer in layers]
 
 
+@needs_fp8
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_twenty_losses_in_fp8_are_those_of_bf16_within_a_percent(recipe, results):
     expected, found = (series(results[0] / name, "train/loss") for name in ("bf16", recipe))
@@ -267,11 +272,13 @@ def test_twenty_losses_in_fp8_are_those_of_bf16_within_a_percent(recipe, results
     assert found != expected
 
 
+@needs_fp8
 def test_a_run_in_fp8_resumes_to_the_bit(results):
     whole, resumed = (series(results[0] / name, "train/loss") for name in ("tensorwise", "resumed"))
     assert resumed == whole[10:]
 
 
+@needs_fp8
 def test_a_checkpoint_is_resumed_with_and_without_fp8(results):
     out = results[0]
     train(load_recipe(out / "local.yaml", [*SIZES, f"run_dir={out}/then bf16"]))
@@ -280,6 +287,7 @@ def test_a_checkpoint_is_resumed_with_and_without_fp8(results):
         assert series(out / name, "train/loss") == pytest.approx(expected, rel=0.01)
 
 
+@needs_fp8
 def test_every_layer_of_every_microbatch_enters_the_context_of_its_recipe(results):
     """Check recipe, layer and group of each context, also when layers are recomputed.
 
@@ -300,18 +308,21 @@ def test_every_layer_of_every_microbatch_enters_the_context_of_its_recipe(result
     assert delayed == 3 * in_fp8_steps("delayed", [-1], [0])
 
 
+@needs_fp8
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_recomputed_layers_in_fp8_have_the_same_losses(recipe, results):
     expected = series(results[0] / recipe, "train/loss")[:3]
     assert series(results[0] / f"{recipe}, recomputed", "train/loss") == expected
 
 
+@needs_fp8
 def test_delayed_scaling_forgets_the_networks_of_earlier_runs(results):
     """Count the modules whose largest values are reduced; two runs in the process had some."""
     projections = 4 * LAYERS
     assert results[1]["transformer_engine"]["scaled_modules"] == projections
 
 
+@needs_fp8
 def test_a_gpu_of_the_wrong_generation_is_refused(results):
     refusal = results[1]["transformer_engine"]["fp8_refusal"]
     assert refusal == (
@@ -320,6 +331,7 @@ def test_a_gpu_of_the_wrong_generation_is_refused(results):
     )
 
 
+@needs_fp8
 @pytest.mark.parametrize("name", FP8_LAYOUTS)
 def test_layouts_in_fp8_have_the_losses_of_bf16_within_a_percent(name, runs):
     reference = runs / ("bf16 deep" if name == "fp8:pp2-interleaved" else "bf16")
@@ -327,6 +339,7 @@ def test_layouts_in_fp8_have_the_losses_of_bf16_within_a_percent(name, runs):
     assert series(runs / name, "train/loss") != series(reference, "train/loss")
 
 
+@needs_fp8
 def test_layouts_enter_contexts_with_their_layers_and_groups(runs):
     """Check the contexts of both ranks; layers are numbered over all pipeline stages."""
     by_rank = [read_records(runs, rank) for rank in (0, 1)]
@@ -343,6 +356,7 @@ def test_layouts_enter_contexts_with_their_layers_and_groups(runs):
         assert ring[1] == steps * in_fp8_steps("mxfp8", [0, 1], both)
 
 
+@needs_fp8
 def test_steps_in_fp8_run_on_a_simulated_gpu(tmp_path):
     """Run two steps of the last of four pipeline stages, with tensor x pipeline x data parallelism.
 
