@@ -1,7 +1,8 @@
 """A stand-in for ``transformer_engine_torch``, the compiled extension of Transformer Engine.
 
-The functions that the layers call in fp32 and bf16 are written in plain torch. Any other function
-raises NotImplementedError when it is called. Any other class has a number for each attribute.
+The functions that the layers call in fp32, bf16 and FP8 are written in plain torch. Any other
+function raises NotImplementedError when it is called. Any other class has a number for each
+attribute.
 """
 
 import enum
@@ -67,7 +68,7 @@ def build() -> Unsupported:
     }.items():
         names = [each for number in (1, 2, 3) for each in tensors.format(number).split()]
         setattr(module, passes, enum.IntEnum(passes, {each: i for i, each in enumerate(names)}))
-    for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd):
+    for function in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd, bgrad_quantize):
         setattr(module, function.__name__, function)
     # cpp_extensions re-exports the names that dir(module) lists when it is imported, so these two
     # names must exist before.
@@ -176,6 +177,11 @@ def rmsnorm_bwd(
     of_x = scale[:, None] * (weighted - along * normed)
     of_weight = (gradient.float() * normed).sum(0)
     return of_x.to(x.dtype), of_weight.to(weight.dtype)
+
+
+def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """Return the gradient of a bias [n], from that of the output [m, n], and the latter in FP8."""
+    return gradient.sum(0), quantizer(gradient)
 
 
 class _Cuda:

@@ -1,10 +1,12 @@
-"""FP8 products of Transformer Engine on a CPU: values are rounded as its quantizers round them.
+"""FP8 products of Transformer Engine on a CPU, without its compiled extension.
 
-Transformer Engine's own modules, contexts and delayed scaling run. Only its quantizers are
-replaced by ones that round a tensor to the values that FP8 with scales can represent, and keep it
-in the run's precision (Transformer Engine's ``IdentityQuantizer``). The products are then those of
-FP8 operands with an exact accumulation. Transformer Engine has quantizers in plain torch for only
-one of the four recipes (``custom_recipes``), with which the tests compare.
+Transformer Engine's own modules, contexts and delayed scaling run, with other quantizers:
+
+- ``tensorwise`` has those that Transformer Engine ships in plain torch (``custom_recipes``). They
+  store 8 bits, and multiply by ``torch._scaled_mm``.
+- For the other recipes, a quantizer rounds a tensor to the values that FP8 with scales can
+  represent, and keeps the run's precision (``IdentityQuantizer``). The products are then those of
+  FP8 operands with a more precise sum.
 """
 
 import copy
@@ -34,6 +36,11 @@ def emulate() -> None:
     if not emulates_fp8():
         return
     from transformer_engine.pytorch import distributed, quantization
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+        CurrentScalingQuantizerRef,
+        CurrentScalingTensorRef,
+    )
+    from transformer_engine.pytorch.quantization import get_fp8_torch_dtype
     from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
     class Rounding(IdentityQuantizer):
@@ -47,7 +54,10 @@ def emulate() -> None:
         def _maybe_cast(self, tensor: Tensor) -> Tensor:
             return self.round(tensor.detach().float()).to(tensor.dtype)
 
-    def quantizers(state: Any) -> list[Rounding]:
+    def quantizers(state: Any) -> list[Any]:
+        if state.recipe.float8_current_scaling():
+            dtype = get_fp8_torch_dtype(state.recipe, state.mode == "forward")
+            return [CurrentScalingQuantizerRef(dtype) for _ in range(state.num_quantizers)]
         made = []
         for number in range(state.num_quantizers):
             quantizer = Rounding()
@@ -55,6 +65,9 @@ def emulate() -> None:
             made.append(quantizer)
         return made
 
+    # The class moves its data into the backward pass, but the copy of a weight is used again.
+    prepare_for_saving = CurrentScalingTensorRef.prepare_for_saving
+    CurrentScalingTensorRef.prepare_for_saving = lambda own: prepare_for_saving(copy.copy(own))
     create = quantization.RecipeState.create
 
     def on_cpu(recipe: Any, **keywords: Any) -> Any:
@@ -85,12 +98,11 @@ def rounding(state: Any, number: int) -> Round:
             scale=state.scale[number],
             amax=state.amax_history[0][number],
         )
-    if recipe.float8_current_scaling():
-        return partial(round_blocks, dtype=dtype, rows=None, columns=None)
     if recipe.mxfp8():
-        return partial(round_blocks, dtype=dtype, rows=1, columns=32, power_of_2=True)
-    rows = 128 if is_forward and number == 1 else 1
-    return partial(round_blocks, dtype=dtype, rows=rows, columns=128, power_of_2=True)
+        return partial(round_blocks, dtype=dtype, rows=1, columns=32)
+    return partial(
+        round_blocks, dtype=dtype, rows=128 if number == 1 and is_forward else 1, columns=128
+    )
 
 
 def round_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor) -> Tensor:
@@ -100,23 +112,12 @@ def round_delayed(x: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor) ->
     return (x * scale).clamp(-largest, largest).to(dtype).float() / scale
 
 
-def round_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    rows: int | None,
-    columns: int | None,
-    *,
-    power_of_2: bool = False,
-) -> Tensor:
-    """Round [..., k] with one scale per block of ``rows`` x ``columns``; None: the whole tensor."""
+def round_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """Round [..., k] with a power of 2 as the scale of each block of ``rows`` x ``columns``."""
     flat = x.reshape(-1, x.shape[-1])
-    rows, columns = rows or flat.shape[0], columns or flat.shape[1]
     blocks = flat.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     amax = blocks.abs().amax((1, 3), keepdim=True)
-    largest = torch.finfo(dtype).max
-    scale = torch.where(amax > 0, largest / amax, 1.0)
-    if power_of_2:
-        scale = torch.exp2(scale.log2().floor())
+    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0).log2().floor().exp2()
     return ((blocks * scale).to(dtype).float() / scale).view_as(x)
 
 
@@ -153,12 +154,15 @@ def record(module: ModuleType) -> None:
 
 
 def read_records(folder: Path, rank: int = 0) -> list[tuple[str, list[list[Any]]]]:
-    """Return the recipe and the contexts of each run that a rank has recorded, in order."""
+    """Return the recipe and the contexts of each run that a rank has recorded, in order.
+
+    Contexts before the first run are left out.
+    """
     runs: list[tuple[str, list[list[Any]]]] = []
     for line in (folder / f"{rank}.jsonl").read_text().splitlines():
         entry = json.loads(line)
         if isinstance(entry, str):
             runs.append((entry, []))
-        else:
+        elif runs:
             runs[-1][1].append(entry)
     return runs

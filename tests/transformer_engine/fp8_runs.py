@@ -26,6 +26,10 @@ def in_fp8(recipe: str, **keys: int) -> str:
     return f"training.fp8={ {'recipe': recipe, **keys} }"
 
 
+# Overrides of a network whose saved bytes are compared with plan.
+KEPT = ("training.precision=bf16", in_fp8("tensorwise"))
+
+
 def recompute(layers: int) -> str:
     """Return the override that recomputes groups of layers."""
     return f"recompute={{granularity: full, layers: {layers}}}"

@@ -58,6 +58,8 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "values alone": ("optimizer.trainable=['*linear_qkv.weight:v']",),
     "lambda of v2 alone": ("optimizer.trainable=['*lambda*']", V2),
 }
+# Networks of each kind of attention, with all weights trained and nothing recomputed.
+KINDS = ("diff_v1", "diff_v2", "grouped", "softmax", "qwen", "dex")
 BATCH, LENGTH = 2, 64
 
 
@@ -136,6 +138,10 @@ def main() -> None:
     }
     found = {"host": available_host(), "networks": networks}
     if found["host"] == "transformer_engine" and emulates_fp8():
+        found["fp8_kept"] = {
+            name: find(load_recipe(file, [*fp8_runs.KEPT, *NETWORKS[name]]))["kept"]
+            for name in KINDS
+        }
         found |= fp8_runs.run_all(file, Path(out).parent)
     torch.save(found, out)
 

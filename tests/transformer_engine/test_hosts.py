@@ -16,6 +16,7 @@ import torch
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import load_recipe
+from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.training.monitoring.metrics import read_metrics
 from diffmegatron.training.trainer import train
 from tests.conftest import TINY
@@ -39,8 +40,8 @@ from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, simulate
 from tests.transformer_engine import FOLDER, emulates_fp8, environment, python_files
 from tests.transformer_engine.fp8 import RECORDS, read_records
-from tests.transformer_engine.fp8_runs import LAYERS, RECIPES, SIZES, in_fp8
-from tests.transformer_engine.networks import BATCH, LENGTH, NETWORKS
+from tests.transformer_engine.fp8_runs import KEPT, LAYERS, RECIPES, SIZES, in_fp8
+from tests.transformer_engine.networks import BATCH, KINDS, LENGTH, NETWORKS
 
 pytestmark = pytest.mark.skipif(
     python_files() is None,
@@ -155,7 +156,7 @@ def test_loss_and_gradients_are_the_same(key, networks):
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("name", ["diff_v1", "diff_v2", "grouped", "softmax", "qwen", "dex"])
+@pytest.mark.parametrize("name", KINDS)
 def test_transformer_engine_saves_only_the_input_of_a_norm(name, precision, networks):
     """Check that Transformer Engine's RMSNorm saves only its input for the backward pass.
 
@@ -320,6 +321,27 @@ def test_delayed_scaling_forgets_the_networks_of_earlier_runs(results):
     """Count the modules whose largest values are reduced; two runs in the process had some."""
     projections = 4 * LAYERS
     assert results[1]["transformer_engine"]["scaled_modules"] == projections
+
+
+@needs_fp8
+@pytest.mark.parametrize("name", KINDS)
+def test_plan_counts_the_bytes_that_products_in_fp8_save(name, results):
+    """Compare the saved bytes with plan's; Transformer Engine's quantizers store 8 bits here.
+
+    An operand's scale has 4 bytes, which plan does not count.
+    """
+    out, found = results
+    in_bf16 = found["transformer_engine"]["networks"][name, "bf16"]["kept"]
+    executed = found["transformer_engine"]["fp8_kept"][name] - in_bf16
+    batch = (f"training.micro_batch_size={BATCH}", f"training.seq_length={LENGTH}")
+    fp8 = load_recipe(out / "local.yaml", [*KEPT, *NETWORKS[name], *batch])
+    bf16 = load_recipe(out / "local.yaml", [*KEPT, *NETWORKS[name], *batch, "training.fp8=null"])
+    planned = [memory_by_stage(recipe, 1)[0] for recipe in (fp8, bf16)]
+    copies, inputs = (
+        getattr(planned[0], part) - getattr(planned[1], part) for part in ("weights", "activations")
+    )
+    projections, operands, layers = 4, 2, 2
+    assert executed == copies + inputs + layers * projections * operands * 4
 
 
 @needs_fp8

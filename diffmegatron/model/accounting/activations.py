@@ -5,7 +5,7 @@ from typing import Literal
 from diffmegatron.attention.costs import LayerRun, costs_of
 from diffmegatron.attention.kernels.costs import FLOAT32
 from diffmegatron.attention.kernels.registry import ContextCommunication, known_backend
-from diffmegatron.attention.kinds.kind import AttentionKind
+from diffmegatron.attention.kinds.kind import AttentionKind, reads_hidden
 from diffmegatron.config.attention_backend import loss_shape, planned_backend
 from diffmegatron.config.divisibility import choose_context_communication as chosen_communication
 from diffmegatron.config.fp8_products import fp8_layers
@@ -230,11 +230,15 @@ def _fp8_savings(recipe: Recipe, stage: int) -> float:
     """Return the bytes by which FP8 inputs of products are smaller, in a stage's average layer."""
     kinds, tensor = stage_kinds(recipe, stage), recipe.parallel.tensor
     count = sum(count for _, count in kinds)
-    channels = 2 * recipe.model.hidden_size / _sequence_shards(recipe)
-    channels += recipe.model.ffn_hidden_size / tensor
-    channels += sum(n * kind.heads.output_channels for kind, n in kinds) / count / tensor
-    saved = (BYTES[recipe.training.precision] - FP8) * channels * local_tokens(recipe)
-    return saved * fp8_layers(recipe, stage) / count
+    smaller = BYTES[recipe.training.precision] - FP8
+    hidden = recipe.model.hidden_size / _sequence_shards(recipe)
+    saved = 0.0
+    for kind, layers in kinds:
+        channels = (kind.heads.output_channels + recipe.model.ffn_hidden_size) / tensor
+        # A kind that reads the hidden states also saves linear_qkv's input in the run's precision.
+        of_qkv = -FP8 * hidden if reads_hidden(kind) else smaller * hidden
+        saved += layers * (smaller * (channels + hidden) + of_qkv)
+    return local_tokens(recipe) * saved / count * fp8_layers(recipe, stage) / count
 
 
 def _restored_bytes(recipe: Recipe, device: Device) -> float:
