@@ -193,9 +193,9 @@ class LayerKinds(Section):
     def resized(self, num_layers: int, sizes: Mapping[str, int], window: int) -> Self:
         """Return the kinds of the small network that ``plan --rehearse`` runs.
 
-        All windows become ``window``.
-        Each entry has one layer, and the last entry has all remaining layers. With fewer layers
-        than entries, all layers have the kind of the last entry.
+        All windows become ``window``. Each entry has one layer, and the last entry has all
+        remaining layers. With fewer layers than entries, all layers have the kind of the last
+        entry.
         """
         resized = (each.resized(num_layers, sizes) for each in self.kinds)
         kinds = tuple(
