@@ -52,7 +52,7 @@ MUTATIONS = [
          'if is_lambda else declared.role != "matrix"', "tests/unit/optim/test_adamw.py"),
         ("config/width_scaling.py", "return WidthFactors(1 / m, 1 / m, 1 / m)",
          "return WidthFactors(1 / m)", "tests/unit/optim/test_width_scaling.py"),
-        ("hf/kinds/network.py", "setdefault((number, windows[layer]), [])",
+        ("hf/kinds/network.py", "setdefault((number, window), [])",
          "setdefault((number, None), [])", "tests/unit/hf/test_import_model.py"),
         ("hf/modeling/modeling_diff_v2.py", "sliding_window=self.sliding_window",
          "sliding_window=None", "tests/unit/hf/modeling/test_generation.py"),

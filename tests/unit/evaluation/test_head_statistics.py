@@ -208,11 +208,15 @@ def test_importance_is_the_slope_of_the_loss(model):
         weight.copy_(kept)
         return torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
 
+    def slope(layer: int, head: int, step: float) -> float:
+        return (loss(layer, head, 1 + step) - loss(layer, head, 1 - step)) / (2 * step)
+
     # The norms of transformers round to float32 even in a float64 network, so the step is large.
+    # Half the step has a fourth of the error, which the difference of both removes.
     step = 0.02
     slopes = [
         [
-            abs(loss(layer, head, 1 + step) - loss(layer, head, 1 - step)) / (2 * step)
+            abs(4 * slope(layer, head, step / 2) - slope(layer, head, step)) / 3
             for head in range(heads)
         ]
         for layer in range(2)

@@ -466,7 +466,9 @@ def test_the_commands_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     added = {"plan": small, "train": small, "dex": short}
     names = []
     for command in commands:
-        name, *arguments = shlex.split(command)[1:]
+        program, name, *arguments = shlex.split(command, comments=True)
+        if program == "hf":  # The download of the model that write_pretrained() replaces.
+            continue
         arguments = [each.replace("step_00001000", "step_00000002") for each in arguments]
         app([name, *arguments, *added.get(name, [])], standalone_mode=False)
         names.append(name)
