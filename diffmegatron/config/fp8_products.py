@@ -116,7 +116,7 @@ def fp8_layers(recipe: RecipeSections, stage: int) -> int:
 def fp8_matrices(recipe: RecipeSections, stage: int) -> float:
     """Return the elements on a rank of the matrices that a pipeline stage multiplies in FP8.
 
-    With a pattern of kinds of attention, the number is that of the stage's average layer.
+    With a pattern of kinds of attention, the number belongs to the stage's average layer.
     """
     if recipe.training.fp8 is None:
         return 0.0

@@ -183,7 +183,7 @@ def _subtraction(recipe: RecipeSections, kind: AttentionKind, here: Surroundings
 
 
 def _loss(recipe: RecipeSections, here: Surroundings) -> str:
-    """Return the kernel of the loss: that of the checkpoint, or the fastest that is right.
+    """Return the loss kernel of the checkpoint, or the fastest that is right.
 
     Without a measurement of the shape, it is "auto", unless the Triton kernel was wrong here.
     """

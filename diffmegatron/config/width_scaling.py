@@ -52,7 +52,7 @@ class WidthFactors(NamedTuple):
 
 
 def width_ratio(model: ModelConfig) -> float:
-    """Return m, the hidden size divided by that of the base network; 1 without muP."""
+    """Return m, the hidden size divided by the base network's; 1 without muP."""
     return model.hidden_size / (model.initialization.base_hidden_size or model.hidden_size)
 
 

@@ -203,7 +203,7 @@ def _largest(logits: Tensor) -> float:
 def _attending(network: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """Replace the attention function of a network by ``attend`` in a ``with`` block.
 
-    The mask is that of ``sdpa``: None for causal attention to all tokens before the query.
+    The mask is the one of ``sdpa``: None for causal attention to all tokens before the query.
     """
     usual = network.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend

@@ -42,7 +42,7 @@ def mark_trained(network: Network, recipe: Recipe) -> None:
 def divide_final_gradient(network: Network, recipe: Recipe) -> None:
     """Divide the gradient of the final norm's weight by the width ratio of muP.
 
-    It is then that of a weight of 1 whose product is divided by this ratio. Otherwise this gradient
+    A weight of 1 whose product is divided by this ratio has this gradient. The undivided gradient
     would dominate the norm of all gradients, and thereby their clipping, in wide networks.
     """
     ratio = width_ratio(recipe.model)

@@ -216,7 +216,7 @@ def train_step(run: Run) -> None:
 
 
 def logged_rates(rate: float, recipe: Recipe) -> dict[str, float]:
-    """Return the learning rates of a step as metrics; ``rate`` is that of the schedule."""
+    """Return the learning rates of a step as metrics; the schedule gives ``rate``."""
     optimizer, factor = recipe.optimizer, matrix_rate(recipe)
     rates = {"train/lr": rate}
     if optimizer.kind == "muon":

@@ -31,7 +31,7 @@ def simulate(
     Args:
         cases: cases to run.
         timeout: limit for all cases together, in seconds.
-        environment: environment variables of the process; None: those of this process.
+        environment: environment variables of the process; None: the variables of this process.
 
     Raises:
         SimulationError: a case failed, or the process failed.

@@ -44,7 +44,7 @@ class MixedDiffConfig(DiffBaseConfig):
         lambda_std_dev: standard deviation of the initial values of the lambda vectors in layers
             with grouped differential attention.
         kwargs: Llama's keys, such as ``hidden_size`` and ``layer_types``, and arguments of
-            ``PretrainedConfig``. The numbers of heads are those of the first mapping; only serving
+            ``PretrainedConfig``. The first mapping gives the numbers of heads; only serving
             engines read them.
     """
 

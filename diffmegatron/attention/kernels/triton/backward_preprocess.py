@@ -46,8 +46,8 @@ def preprocess_kernel(
 ):
     """Compute the deltas of M query rows of one noise head and its r = RATIO signal heads.
 
-    With MAPS = 1, there is no noise head, and only delta1 is stored. With NORM, also compute the
-    gradients of the norm.
+    With MAPS = 1, the kernel has only signal heads and stores only delta1. With NORM, also compute
+    the gradients of the norm.
 
     Grid: (blocks of M query rows, b * h / r).
 

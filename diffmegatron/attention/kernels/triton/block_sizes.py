@@ -2,7 +2,7 @@
 
 The sizes were chosen from the output of Triton's compiler for sm_90 and sm_80
 (docs/design/kernels.md), and none has been timed on a GPU. `diffmegatron tune` times them beside
-those of :func:`other_configurations`. `head_dim` is the width of a query.
+the sizes of :func:`other_configurations`. `head_dim` is the width of a query.
 """
 
 from enum import Enum
