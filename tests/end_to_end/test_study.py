@@ -7,11 +7,13 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.errors import UserError
+from tests.paths import RESULTS, ROOT
 from tools.benchmarks.study import missing_runs
 from tools.benchmarks.study_file import Study, load_study, wanted_runs
 from tools.benchmarks.study_report import write_report
@@ -28,6 +30,9 @@ data: {{tokenizer: bytes, sources: [{{path: {corpus}}}]}}
 training: {{seq_length: 32, global_batch_size: 2, steps: 4}}
 optimizer: {{lr: 1.0e-3}}
 """
+# The corpus of docs/results/studies/README.md: hash of its content, and of its tokenizer.
+ENGLISH = "329dbf31f25fff01661103ac440302c86f1b7c0570f04dca01286576a302b251"
+TOKENIZER = "3b0680b8b3acb5210a3c07b245bef68cdff230ac9edc601ca4fcf267874d7a81"
 # Quantiles of Student's t at 97.5%, from a printed table, by degrees of freedom.
 T_TABLE = {1: 12.7062, 2: 4.3027}
 VALUES = {
@@ -290,6 +295,24 @@ def test_a_run_of_another_study_is_reused(tmp_path, corpus):
     changed = study.model_copy(update={"arms": {"plain": {"optimizer.lr": 0.7}}})
     with pytest.raises(UserError, match="'plain-seed1' with other settings or of another corpus"):
         missing_runs(changed, changed.cells, runner, lines)
+
+
+@pytest.mark.parametrize("name", ["initialization", "language_modelling", "sizes"])
+def test_recorded_settings_are_still_found(name, tmp_path, monkeypatch):
+    """Check that the committed runs are runs of today's recipes, whatever keys were added since.
+
+    Else a study would train them again, and ``--repeat`` would refuse them.
+    """
+    manifest = SimpleNamespace(content=ENGLISH, tokenizer=SimpleNamespace(sha256=TOKENIZER))
+    monkeypatch.setattr("tools.benchmarks.study_runs.read_corpus_manifest", lambda _: manifest)
+    path = ROOT / "tools" / "benchmarks" / "studies" / f"{name}.yaml"
+    study = load_study(path)
+    lines = Lines(RESULTS / "studies" / f"{name}.jsonl").by_run
+    runner = Runner(study, path.parent / study.recipe, tmp_path)
+    losses = {run: line["measures"]["valid/loss"] for run, line in lines.items()}
+    runs = wanted_runs(study, study.cells, losses)
+    assert {run.name for run in runs} == set(lines)
+    assert all(runner.is_finished(run, lines[run.name]) for run in runs)
 
 
 def test_checkpoints_during_training_are_kept_and_evaluated(tmp_path, corpus, monkeypatch):

@@ -71,7 +71,9 @@ class LayerKinds(Section):
     @model_serializer(mode="plain")
     def _as_section(self, info: SerializationInfo) -> dict[str, Any] | list[dict[str, Any]]:
         dumped = [
-            ({} if layers is None else {LAYERS: layers}) | kind.model_dump(mode=info.mode)
+            ({} if layers is None else {LAYERS: layers})
+            | ({"kind": kind.kind} if len(self.kinds) > 1 else {})
+            | kind.model_dump(mode=info.mode, exclude_defaults=info.exclude_defaults)
             for kind, layers in self._entries
         ]
         return dumped if len(self.kinds) > 1 else dumped[0]
