@@ -32,9 +32,14 @@ diffmegatron evaluate "$runs/transformer" "$runs/diff_v2" "${evaluation[@]}" --o
   --set "needle-attention.length=${LENGTH:-2048}"
 diffmegatron compare "$runs/transformer" "$runs/diff_v2" --out "$runs/compared"
 
-# 5. The exports, and a text. `vllm serve runs/speedrun/diff_v2_hf --trust-remote-code` serves the first.
+# 5. The exports, and a text.
 for model in diff_v2 transformer; do
   [ -e "$runs/${model}_hf" ] || diffmegatron export "$runs/$model" "$runs/${model}_hf"
 done
 diffmegatron generate "$runs/diff_v2_hf" 'The history of' --max-tokens 64
 echo "read $runs/report/report.html and $runs/compared/compare.md"
+
+# 6. A server of DIFF V2 until Ctrl-C, if vLLM is installed.
+if command -v vllm >/dev/null; then
+  exec vllm serve "$runs/diff_v2_hf" --trust-remote-code
+fi

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,11 @@ from diffmegatron.config.load import load_stages
 from diffmegatron.training.monitoring.metrics import read_metrics
 from tests import forks
 from tests.paths import ROOT
+from tests.ports import reserved_ports
 from tests.pretrained import write_pretrained
 from tests.robustness.bad_paths import run
+from tests.serving import interpreter
+from tests.serving.servers import answering, complete, program_command
 
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(each.name for each in EXAMPLES.glob("*.yaml") if "cluster" not in each.name)
@@ -99,52 +103,80 @@ def test_the_kernels_run_alone(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_speedrun_gives_an_answer_on_two_ranks(folder: Path):
-    """Stop the script at less than a thousandth of the size, and run it again to the end."""
+    """Stop the script at less than a thousandth of the size, and run it again to the end.
+
+    With vLLM, the end is a server, whose text must be the one that transformers wrote.
+    """
     for name, python in (("diffmegatron", forks.python()), ("python", sys.executable)):
         module = "-m diffmegatron" if name == "diffmegatron" else ""
-        (folder / name).write_text(f'#!/bin/sh\nexec {python} {module} "$@"\n')
-        (folder / name).chmod(0o755)
+        write_program(folder / name, f'exec {python} {module} "$@"')
     lines = [json.dumps({"text": f"Item {n} is beside item {n + 1}. " * 30}) for n in range(300)]
     (folder / "speed").mkdir()
     (folder / "speed/a.jsonl").write_text("\n".join(lines[:-20]))
     (folder / "held_out.jsonl").write_text("\n".join(lines[-20:]))
+    # vLLM's attention on a CPU accepts heads of 32 channels and more.
     small = [
         *("model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96"),
-        *("model.attention.head_dim=16", "model.vocab_size=400", "training.precision=fp32"),
+        *("model.attention.head_dim=32", "model.vocab_size=400", "training.precision=fp32"),
         *("training.tokens=16384", "training.seq_length=256", "training.global_batch_size=4"),
         *("training.micro_batch_size=2", "optimizer.schedule.warmup_steps=1"),
         *("data.validation_fraction=0.1", "training.eval_batches=1", "parallel.tensor=1"),
-        "checkpoint.interval=2",
+        *("checkpoint.interval=2", "optimizer.lr=0.01"),
     ]
     command = ["examples/speedrun/speedrun.sh", "speed", "held_out.jsonl", *small]
     sizes = {"RANKS": "2", "TOKENS": "300", "WORKERS": "1", "LENGTH": "256"}
-    environment = (
-        os.environ
-        | sizes
-        | {
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
-    )
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     # Ctrl-C stops the training of the second model.
     runs = folder / "runs/speedrun"
     with (folder / "log").open("w") as log:
         script = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            env=os.environ | sizes | path,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         first = runs / "transformer/checkpoints/step_00000002"
         while script.poll() is None and not first.exists():
             time.sleep(0.02)
         os.killpg(script.pid, signal.SIGINT)
         assert script.wait() == 75, (folder / "log").read_text()[-3000:]
-    result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    (resumed,) = re.findall(r"resuming from \S*transformer/checkpoints/step_(\d+)", result.stdout)
+    output = end_of_speedrun(command, folder, sizes | path)
+    (resumed,) = re.findall(r"resuming from \S*transformer/checkpoints/step_(\d+)", output)
     assert 2 <= int(resumed) < 16
     report = (runs / "report/report.md").read_text()
     assert re.search(r"\| (better|worse|undecided) \|", report)
     assert (runs / "compared/compare.md").is_file() and (runs / "diff_v2_hf/config.json").is_file()
     assert len(load_stages(runs / "transformer/recipe.yaml")) == 1
-    assert "read runs/speedrun/report/report.html" in result.stdout
+    assert "read runs/speedrun/report/report.html" in output
+
+
+def write_program(file: Path, line: str) -> None:
+    file.write_text(f"#!/bin/sh\n{line}\n")
+    file.chmod(0o755)
+
+
+def end_of_speedrun(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    """Run the script to its end, or until its server has answered; return its output."""
+    if interpreter() is None:
+        result = subprocess.run(
+            command, cwd=folder, env=os.environ | variables, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+        return result.stdout
+    (home := folder / "serving").mkdir()
+    with reserved_ports(1) as (port,):
+        options = f"--port {port} --dtype float32 --enforce-eager"
+        write_program(folder / "vllm", f'exec {shlex.join(program_command("vllm"))} "$@" {options}')
+        with answering(command, port, folder, home, variables) as url:
+            (choice,) = complete(
+                url,
+                model="runs/speedrun/diff_v2_hf",
+                prompt="The history of",
+                max_tokens=64,
+                temperature=0,
+            )
+    output = (home / "log").read_text()
+    assert len(choice["text"]) > 20 and "The history of" + choice["text"] in output
+    return output

@@ -45,20 +45,44 @@ def page_command(*words: str) -> list[str]:
 def serving(command: list[str], export: Path, home: Path) -> Iterator[str]:
     """Run a server with the page's path replaced by ``export``, and yield its URL."""
     program, *words = (str(export) if word.startswith("runs/") else word for word in command)
+    home.mkdir()
+    with reserved_ports(1) as (port,):
+        server = [*program_command(program), *words, "--port", str(port)]
+        with answering(server, port, home, home, {}) as url:
+            yield url
+
+
+def program_command(program: str) -> list[str]:
+    """Return the command of a program in the environment of vLLM."""
     python = interpreter()
     assert python is not None
-    home.mkdir()
+    return [python, "-P", "-c", PROGRAMS[program]]
+
+
+@contextmanager
+def answering(
+    command: list[str], port: int, cwd: Path, home: Path, variables: dict[str, str]
+) -> Iterator[str]:
+    """Run a command that becomes a server at ``port``, yield its URL, and end it.
+
+    Args:
+        command: the command.
+        port: port at which the server answers.
+        cwd: folder in which the command runs.
+        home: folder of caches and of the file ``log``.
+        variables: environment variables that the command has besides those of this process.
+    """
     log = home / "log"
-    variables = environment(home) | {
+    serving_variables = environment(home) | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         # vLLM otherwise binds each rank to a memory node of its own.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    with reserved_ports(1) as (port,), log.open("wb") as output:
+    with log.open("wb") as output:
         server = subprocess.Popen(
-            [python, "-P", "-c", PROGRAMS[program], *words, "--port", str(port)],
-            cwd=home,
-            env=variables,
+            command,
+            cwd=cwd,
+            env=serving_variables | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
