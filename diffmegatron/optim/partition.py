@@ -148,6 +148,26 @@ def partition_of(zero_optimizer: Any) -> Partition:
     return Partition(zero_optimizer)
 
 
+def keep_own_gradients(zero_optimizer: Any) -> None:
+    """Make DeepSpeed's ZeRO 2 optimizer keep only this rank's gradient elements.
+
+    With bf16 weights, DeepSpeed adds the elements to one flat tensor in each microbatch, but keeps
+    a reduced gradient that exceeds the bucket until the end of the backward pass. With float32
+    weights, it keeps the whole gradient of each parameter of which this rank has an element, for
+    two microbatches at once. An embedding of 1.2 GB took 2.4 GB on each of its ranks.
+
+    With other ZeRO stages or an offloaded optimizer, this function changes nothing.
+    """
+    if not getattr(zero_optimizer, "partition_gradients", False) or zero_optimizer.cpu_offload:
+        return
+
+    def clear(parameter: torch.nn.Parameter, _: int) -> None:
+        zero_optimizer.clear_grad_attribute(parameter)
+
+    zero_optimizer._use_compact_grad_partition_buffer = lambda _: True
+    zero_optimizer.copy_grads_in_partition = clear
+
+
 class FrozenWeights:
     """Frozen weights for checkpoints, each divided into one range per data-parallel rank."""
 

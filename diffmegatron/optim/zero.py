@@ -29,7 +29,12 @@ from diffmegatron.optim.gradient_clipping import (
     sum_norms_at_once,
 )
 from diffmegatron.optim.muon import flat_muon
-from diffmegatron.optim.partition import ExactValues, FrozenWeights, partition_of
+from diffmegatron.optim.partition import (
+    ExactValues,
+    FrozenWeights,
+    keep_own_gradients,
+    partition_of,
+)
 from diffmegatron.optim.reduction import (
     GradientReduction,
     shared_parameters,
@@ -84,6 +89,7 @@ class ZeroEngine:
             )
         if parallel_state.pipeline_size > 1 and hasattr(self._optimizer, "scaled_global_norm"):
             sum_norms_at_once(self._optimizer)
+        keep_own_gradients(self._optimizer)
         self._reduction: GradientReduction | None = None
         shared = shared_parameters(network) if parallel_state.tensor_size > 1 else set()
         self._shared_gradients: list[Tensor] = []

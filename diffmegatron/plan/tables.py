@@ -151,6 +151,7 @@ def _memory_rows(stage: StageMemory) -> list[tuple[str, int]]:
         ("  or a layer's gradients", stage.layer.beside),
         *_optional("  or the embedding's", stage.embedding.beside),
         *_optional("  and gathered weights", stage.passes.gathered),
+        *_optional("  and the gradients of the only microbatch", stage.passes.gradients),
         ("or in the update", stage.update),
     ]
 

@@ -94,16 +94,16 @@ def _memory(recording: Recording, stage: StageMemory) -> Iterator[Compared]:
     # as "loss"; `plan` counts them as activations.
     activations = now["activations"] + recording.held.components["loss"]
     beside = passes.total - sum(now[name] for name in HELD) - activations
+    most = stage.passes
     for name in HELD:
         gathered = stage.passes.gathered if name == "buffers" else 0
-        yield Compared(f"memory: {name}", now[name], getattr(stage, HELD[name]) + gathered)
-    most = stage.passes
+        made = most.gradients if name == "gradients" else 0
+        yield Compared(f"memory: {name}", now[name], getattr(stage, HELD[name]) + gathered + made)
     yield Compared("memory: activations", activations, stage.activations - most.freed)
     yield Compared("memory: loss or backward", beside, most.beside)
-    # With a single microbatch, ZeRO 2 makes the gradients after the peak of forward and backward,
-    # so their bytes count as part of the update.
+    # With a single microbatch, ZeRO 2 may make the gradients after the peak of both passes.
     made = then["update"] + then["gradients"] - now["gradients"]
-    yield Compared("memory: update", made, stage.update)
+    yield Compared("memory: update", made, stage.update - most.gradients)
     yield Compared("memory: peak", max(passes.total, update.total), stage.total)
 
 

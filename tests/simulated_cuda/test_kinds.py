@@ -15,10 +15,14 @@ LONG = ("model.num_layers=2", "training.seq_length=4096")
 V1 = "configs/at_scale/diff_3b_64gpus.yaml"
 MUON = "configs/at_scale/diff_3b_muon_64gpus.yaml"
 LORA = ("model.lora={rank: 8, alpha: 16}",)
+ZERO2 = ("parallel.zero_stage=2",)
+FP32 = ("training.precision=fp32",)
 TWO = ("training.micro_batch_size=2",)
 QK_NORM = ("model.attention.qk_norm=true",)
 GATE = ("model.attention.output_gate=elementwise",)
 HEAD_GATE = ("model.attention.output_gate=headwise",)
+YARN = ("model.rope_scaling={kind: yarn, factor: 8, original_length: 512}",)
+MUP = ("model.initialization={scheme: mup, base_hidden_size: 256}",)
 SELECTED = ("model.attention.selected_heads=[[0, 1], [2, 3, 4]]",)
 CASES = {
     "v1 by Triton": Case(V1, 64, (*SMALL, "training.attention_backend=triton")),
@@ -26,12 +30,12 @@ CASES = {
     "grouped": Case("configs/at_scale/grouped_3b_64gpus.yaml", 64, SMALL),
     "softmax": Case("configs/at_scale/transformer_3b_64gpus.yaml", 64, SMALL),
     "ulysses": Case(
-        "configs/at_scale/diff_v2_3b_64k_64gpus.yaml", 64, (*LONG, *QK_NORM, *GATE), rank=3
+        "configs/at_scale/diff_v2_3b_64k_64gpus.yaml", 64, (*LONG, *QK_NORM, *GATE, *MUP), rank=3
     ),
     "all-gather": Case(
         "configs/at_scale/diff_3b_64k_64gpus.yaml",
         64,
-        (*LONG, *QK_NORM, "parallel.context_communication=all_gather"),
+        (*LONG, *QK_NORM, *YARN, "parallel.context_communication=all_gather"),
         rank=3,
     ),
     "last stage": Case(
@@ -80,12 +84,18 @@ CASES = {
     ),
     "documents": Case(V1, 64, (*SMALL, "data.reset_attention_mask=true")),
     "reference": Case(V1, 64, (*SMALL, "training.attention_backend=reference")),
-    # With so many tokens, the peak of memory is at the loss.
+    # Rank 42 has a part of the output layer, of which it keeps no more after the sum over ranks.
     "zero 2, long": Case(
         V1,
         64,
-        ("model.num_layers=2", "training.seq_length=2048", "parallel.zero_stage=2"),
+        (*SMALL, *ZERO2, "training.seq_length=8192", "training.loss_chunk=512"),
+        rank=42,
         microbatches=2,
+    ),
+    "zero 2, one microbatch": Case(V1, 64, (*SMALL, *ZERO2), rank=42, microbatches=1),
+    "zero 2, float32": Case(V1, 64, (*SMALL, *ZERO2, *FP32), microbatches=2),
+    "zero 2, float32, tied": Case(
+        V1, 64, (*SMALL, *ZERO2, *FP32, "model.tied_embeddings=true"), microbatches=2
     ),
     "offloaded optimizer": Case(
         V1, 64, (*SMALL, "parallel.offload_optimizer=true"), microbatches=2
@@ -104,7 +114,7 @@ CASES = {
             "parallel.sequence_parallel=true",
         ),
     ),
-    "recomputed": Case(V1, 64, (*SMALL, "recompute.granularity=full")),
+    "recomputed": Case(V1, 64, (*SMALL, *YARN, "recompute.granularity=full")),
     # The peak of memory of this case is in the backward pass of SwiGLU in a recomputed layer.
     "recomputed, long": Case(
         V1,
@@ -137,13 +147,16 @@ CASES = {
         microbatches=8,
     ),
     "muon": Case(MUON, 64, SMALL),
-    "muon, zero 2": Case(MUON, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
+    # The first rank sends most. Only with tied embeddings, it also needs most memory.
+    "muon, zero 2": Case(MUON, 64, (*SMALL, *ZERO2, "model.tied_embeddings=true"), microbatches=2),
+    "muon, zero 2, float32": Case(MUON, 64, (*SMALL, *ZERO2, *FP32), microbatches=2),
     "muon, zero 3": Case(MUON, 64, (*SMALL, "parallel.zero_stage=3")),
     "muon, tensor and sequence": Case(
         "configs/at_scale/diff_v2_3b_64gpus.yaml",
         8,
         (
             *SMALL,
+            *MUP,
             "optimizer.kind=muon",
             "optimizer.muon.per_head=true",
             "parallel.tensor=2",
@@ -157,7 +170,7 @@ CASES = {
         (*LONG, "model.attention.selected_heads=[[0, 16], [2, 20]]"),
     ),
     "dex by Ulysses": Case("configs/dex/llama_3.2_3b.yaml", 64, (*LONG, *SELECTED)),
-    "zero 2": Case(V1, 64, (*SMALL, "parallel.zero_stage=2"), microbatches=2),
+    "zero 2": Case(V1, 64, (*SMALL, *ZERO2), rank=42, microbatches=2),
     "zero 3": Case(V1, 64, (*SMALL, "parallel.zero_stage=3")),
     # The weights of this case exceed the number of elements that DeepSpeed keeps gathered at once.
     "zero 3, deep": Case(

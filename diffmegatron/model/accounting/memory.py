@@ -30,16 +30,23 @@ class Moment:
         beside: temporary memory in addition to the saved activations.
         freed: saved activations that are already freed.
         gathered: weights that ZeRO 3 has gathered from the ranks.
+        gradients: gradients that ZeRO 2 makes after the loss of a step's only microbatch.
     """
 
     beside: int = 0
     freed: int = 0
     gathered: int = 0
+    gradients: int = 0
+
+    @property
+    def change(self) -> int:
+        """Memory that this moment adds to the saved activations."""
+        return self.beside + self.gathered + self.gradients - self.freed
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory of each rank of a pipeline stage, in bytes.
+    """Memory of the rank of a pipeline stage that needs most, in bytes.
 
     Attributes:
         weights, gradients: only this rank's partition if ZeRO partitions them. Weights include
@@ -78,14 +85,12 @@ class StageMemory:
     def passes(self) -> Moment:
         """Moment of the forward and backward passes with the largest estimated memory."""
         moments = (self.loss, self.reduction, self.layer, self.embedding)
-        return max(moments, key=lambda each: each.beside + each.gathered - each.freed)
+        return max(moments, key=lambda each: each.change)
 
     @property
     def total(self) -> int:
         """Estimated peak memory."""
-        most = self.passes
-        passes = self.activations - most.freed + most.beside + most.gathered
-        return self.allocated + max(passes, self.update)
+        return self.allocated + max(self.activations + self.passes.change, self.update)
 
 
 def memory_by_stage(
@@ -124,13 +129,20 @@ def _stage_memory(recipe: Recipe, stage: int, world_size: int, device: Device) -
     layer, layer_freed = activations.layer_backward(recipe, stage, device)
     embedding = activations.embedding_backward(recipe, stage)
     freed = activations.embedding_freed(recipe, stage, microbatches, device) if embedding else 0
+    bucket, made = states.layer.beside, states.layer.gradients
+    reduction = Moment()
+    if is_last:
+        reduction = _reduction(recipe, stage, shards, microbatches, device)
+        reduction = replace(reduction, gradients=made if reduction.beside else 0)
     return replace(
         states,
         activations=kept - waiting,
         loss=Moment(logits, 0, gathered["loss"]),
-        reduction=_reduction(recipe, stage, shards, microbatches, device) if is_last else Moment(),
-        layer=Moment(states.layer.beside + layer, layer_freed, gathered["layer"]),
-        embedding=Moment(embedding, freed, gathered["embedding"] if embedding else 0),
+        reduction=reduction,
+        layer=Moment(bucket + layer, layer_freed, gathered["layer"], made),
+        embedding=Moment(bucket + embedding, freed, gathered["embedding"], made)
+        if embedding
+        else Moment(),
         host=states.host + waiting,
     )
 
@@ -154,7 +166,7 @@ def _states(
     by_muon = muon.muon_elements(recipe, stage)
     states = 3 * trained - by_muon
     optimizer, update = FLOAT32 * states // shards, FLOAT32 * partition
-    communication, in_layer, host = element * REDUCE_BUCKET, 0, 0
+    communication, in_layer, made, host = element * REDUCE_BUCKET, 0, 0, 0
     # DeepSpeed copies each gradient in the rank's partition to float64 to compute its norm.
     norm = FLOAT64 * min(largest, partition)
     if parallel.zero_stage == 3:
@@ -169,9 +181,9 @@ def _states(
         # AdamW's float32 gradients are freed before Muon's update: the embedding's group is first.
         update = max(update, iterations - FLOAT32 * (trained - by_muon) // shards)
         gradients //= shards
-        # The float32 gradients are allocated at the end of the first microbatch.
+        # The float32 gradients are allocated in the first microbatch.
         if microbatches == 1:
-            update, gradients = update + gradients, 0
+            update, made, gradients = update + gradients, gradients, 0
         # The bucket is allocated after the loss, when the first gradient is computed.
         communication, in_layer = 0, communication
     elif not parallel.offload_optimizer:
@@ -196,7 +208,7 @@ def _states(
         communication=communication,
         update=update,
         host=host,
-        layer=Moment(in_layer),
+        layer=Moment(in_layer, gradients=made),
     )
 
 
@@ -216,6 +228,9 @@ def _reduction(
         copy = bucket + (element * weight if is_too_large else 0)
     elif parallel.zero_stage == 2 and is_too_large:
         copy = bucket + element * _reduced_together(recipe, stage, shards)
+        # A rank adds its elements of the sum to its gradients in float32.
+        if element < FLOAT32:
+            copy += FLOAT32 * min(weight, _trained_by_adamw(recipe, stage) // shards)
         freed = activations.final_norm_bytes(recipe, device)
     else:
         return Moment()
@@ -233,7 +248,7 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
     (``allreduce_and_scatter`` in runtime/zero/stage_1_and_2.py). A piece that exceeds REDUCE_BUCKET
     alone is not copied.
     """
-    weight, matrices = activations.output_weight(recipe), trained_parameters(recipe, stage)[0]
+    weight, matrices = activations.output_weight(recipe), _trained_by_adamw(recipe, stage)
     piece = -(-matrices // shards)
     first = piece - (matrices - weight) % piece
     with_first = max(0, REDUCE_BUCKET - first) // piece + (first <= REDUCE_BUCKET)
@@ -241,6 +256,11 @@ def _reduced_together(recipe: Recipe, stage: int, shards: int) -> int:
     copies = [first + with_first * piece] * (with_first > 0)
     copies += [without_first * piece] * (without_first > 1)
     return min(weight, max(copies, default=0))
+
+
+def _trained_by_adamw(recipe: Recipe, stage: int) -> int:
+    """Return a rank's number of trained parameters in the group of the output layer's weight."""
+    return trained_parameters(recipe, stage)[0] - muon.muon_elements(recipe, stage)
 
 
 def largest_trained(recipe: Recipe, stage: int) -> int:

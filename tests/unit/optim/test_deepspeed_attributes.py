@@ -163,6 +163,17 @@ def test_a_partition_of_gradients_can_lie_in_another_tensor():
     assert group[0].data_ptr() == group.flat_partition.data_ptr() == other.data_ptr()
 
 
+def test_the_optimizer_of_zero_2_has_the_replaced_methods():
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    replaced = ("_use_compact_grad_partition_buffer", "copy_grads_in_partition")
+    signatures = [
+        [*inspect.signature(getattr(DeepSpeedZeroOptimizer, x)).parameters] for x in replaced
+    ]
+    assert signatures == [["self", "group_idx"], ["self", "param", "group_idx"]]
+    assert hasattr(DeepSpeedZeroOptimizer, "clear_grad_attribute")
+
+
 def test_deepspeed_code_contains_zero_padding():
     """Check only that the name ``_zero_padding`` exists in DeepSpeed's code.
 
