@@ -21,6 +21,7 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, read_json, shorten
 from diffmegatron.hf.atomic_directory import atomic_directory
 from diffmegatron.hf.configuration import hugging_face_class, to_hf_config, write_config
+from diffmegatron.hf.kinds.network import ONLY_IMPORTED
 from diffmegatron.hf.modeling import remote_files
 from diffmegatron.hf.pretrained_files import Original
 from diffmegatron.hf.tokenizer import write_tokenizer
@@ -88,11 +89,7 @@ def write_export(
     if original is not None and not original.can_compute(described):
         original = None
     if original is None and described.model_type == "qwen2":
-        raise UserError(
-            "model.attention has a window and qkv_bias, which only Qwen2's class computes, and "
-            "transformers 5 loads Qwen's own tokenizer for it; only a run that started from a "
-            "Qwen2 model can be exported"
-        )
+        raise UserError(ONLY_IMPORTED)
     config = to_hf_config(recipe, tokenizer.end_of_document, dtype)
     check_vocabulary(tokenizer.name, tokenizer.vocab_size, recipe.model.tokens)
     with atomic_directory(out) as directory:

@@ -21,13 +21,19 @@ def warnings(
     ``memory`` has one entry per pipeline stage, and ``hardware`` is a name in ``ACCELERATORS``.
     """
     model = recipe.model
+    unexportable = export_problem(
+        model.attention,
+        model.hidden_size,
+        model.num_layers,
+        from_scratch=recipe.checkpoint.start_from is None,
+    )
     return (
         *model.attention.warnings(
             model.hidden_size,
             count_parameters(model).without_embeddings,
             recipe.optimizer.lr * matrix_rate(recipe),
         ),
-        *filter(None, [export_problem(model.attention, model.hidden_size, model.num_layers)]),
+        *filter(None, [unexportable]),
         *_window_warnings(recipe),
         *_rotary_warnings(recipe),
         *_layout_warnings(recipe, layout),

@@ -137,7 +137,12 @@ def plan_recipe(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        exported_class=exported_class(attention, model.hidden_size, model.num_layers),
+        exported_class=exported_class(
+            attention,
+            model.hidden_size,
+            model.num_layers,
+            from_scratch=recipe.checkpoint.start_from is None,
+        ),
         kv_cache_bytes_per_token=sum(n * each.kv_cache_bytes(element) for n, each in costs),
         kv_cache_bytes=_kv_cache_bytes(recipe),
         served_cache_bytes_per_token=sum(n * each.served_cache_bytes(element) for n, each in costs),

@@ -141,7 +141,10 @@ def train(
     used = load_tokenizer(recipe.data.tokenizer).vocab_size
     check_vocabulary(recipe.data.tokenizer, used, recipe.model.tokens)
     problem = export_problem(
-        recipe.model.attention, recipe.model.hidden_size, recipe.model.num_layers
+        recipe.model.attention,
+        recipe.model.hidden_size,
+        recipe.model.num_layers,
+        from_scratch=recipe.checkpoint.start_from is None,
     )
     if problem is not None and launch.rank == 0:
         print_line(f"warning: {problem}")

@@ -18,6 +18,11 @@ EXPORTED = (
 )
 # Model types with a window in the layers that ``layer_types`` lists. Mistral's window is in all.
 WINDOWED = ("qwen2", "qwen3", "grouped_diff", "diff_v2", "gated_llama", MIXED)
+ONLY_IMPORTED = (
+    "model.attention has a window and qkv_bias, which only Qwen2's class computes, and "
+    "transformers 5 loads Qwen's own tokenizer for it; only a run that started from a Qwen2 model "
+    "can be exported"
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -108,9 +113,13 @@ class NetworkExport:
         _check_parameters(kind, self.hidden_size, rules, ours)
         return rules
 
-    def check(self) -> None:
-        """Raise the UserError that an export of the network would raise before it starts."""
-        self.hugging_face()
+    def check(self, *, from_scratch: bool = False) -> None:
+        """Raise the UserError that an export of the network would raise before it starts.
+
+        ``from_scratch`` is whether the run starts from no weights, so from no pretrained model.
+        """
+        if self.hugging_face().model_type == "qwen2" and from_scratch:
+            raise UserError(ONLY_IMPORTED)
         for kind, export in zip(self.attention.kinds, self._exports, strict=True):
             rules = export.rules("ours", "theirs", layer=1, step=0)
             _check_parameters(kind, self.hidden_size, rules, "ours")
@@ -134,18 +143,26 @@ def _check_parameters(
         )
 
 
-def export_problem(attention: LayerKinds, hidden_size: int, num_layers: int) -> str | None:
-    """Return the sentence with which an export of the network will be refused, or None."""
+def export_problem(
+    attention: LayerKinds, hidden_size: int, num_layers: int, *, from_scratch: bool = False
+) -> str | None:
+    """Return the sentence with which an export of the network will be refused, or None.
+
+    ``from_scratch`` is whether the run starts from no weights. If it starts from some, they are
+    assumed to be those of a pretrained model where only its export exists.
+    """
     try:
-        NetworkExport(attention, hidden_size, num_layers).check()
+        NetworkExport(attention, hidden_size, num_layers).check(from_scratch=from_scratch)
     except UserError as error:
         return str(error)
     return None
 
 
-def exported_class(attention: LayerKinds, hidden_size: int, num_layers: int) -> str | None:
+def exported_class(
+    attention: LayerKinds, hidden_size: int, num_layers: int, *, from_scratch: bool = False
+) -> str | None:
     """Return the name of the model class of an export; None if the export will be refused."""
-    if export_problem(attention, hidden_size, num_layers) is not None:
+    if export_problem(attention, hidden_size, num_layers, from_scratch=from_scratch) is not None:
         return None
     return NetworkExport(attention, hidden_size, num_layers).hugging_face().architecture
 

@@ -18,6 +18,7 @@ from tests.paths import CONFIGS
 
 LARGE = CONFIGS / "scaling" / "diff_13.1b.yaml"
 HEADS = "model.attention.num_heads"
+BIASES_AND_WINDOW = "model.attention={kind: softmax, num_heads: 24, qkv_bias: true, window: 64}"
 
 
 def load(*overrides: str, path: Path = CONFIGS / "diff_3b_1t.yaml") -> Recipe:
@@ -102,11 +103,21 @@ def test_warnings_name_the_questionable_numbers(overrides, ranks, said):
         (["model.attention.qk_norm=true", "model.baseline=true"], "Qwen3ForCausalLM"),
         (["model.attention.headwise_norm=false"], "GroupedDiffForCausalLM"),
         (["model.attention={kind: softmax, num_heads: 24, headwise_norm: true}"], "none"),
+        ([BIASES_AND_WINDOW], "none"),
+        ([BIASES_AND_WINDOW, "checkpoint.start_from=runs/qwen2"], "Qwen2ForCausalLM"),
     ],
 )
 def test_the_class_of_the_export_is_printed(overrides, name):
-    (line,) = (row for row in printed(plan_recipe(load(*overrides))).splitlines() if "class" in row)
+    plan = plan_recipe(load(*overrides))
+    (line,) = (row for row in printed(plan).splitlines() if "class of an export" in row)
     assert name in line
+
+
+def test_an_export_that_only_a_pretrained_model_has_is_warned_about():
+    said = "only a run that started from a Qwen2 model can be exported"
+    for start, count in (("null", 1), ("runs/qwen2", 0)):
+        recipe = load(BIASES_AND_WINDOW, f"checkpoint.start_from={start}")
+        assert sum(said in each for each in plan_recipe(recipe).warnings) == count
 
 
 def test_the_learning_rate_of_a_large_differential_model_is_warned_about():
