@@ -131,7 +131,7 @@ def by_stage(
 def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name: str) -> None:
     """Check that the run ``now`` can start with the weights of the run ``before``.
 
-    The networks and tokenizers must be equal, except that ``now`` may:
+    The networks, layer by layer, and tokenizers must be equal, except that ``now`` may:
 
     - add LoRA,
     - change the keys in ``_FREE``, the windows and the ``free_keys`` of its attention,
@@ -143,14 +143,13 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     foundation = attention.foundation
     if foundation is not None and foundation.kind.kind == before.model.attention.kind:
         attention = LayerKinds(kinds=(foundation.kind,))
+    earlier = without_windows(before.model.attention).in_layer_order(before.model.num_layers)
+    attention = without_windows(attention).in_layer_order(now.model.num_layers)
     was, is_now = (
         model_keys(recipe.model, of) | {"data.tokenizer": recipe.data.tokenizer}
-        for recipe, of in (
-            (before, without_windows(before.model.attention)),
-            (now, without_windows(attention)),
-        )
+        for recipe, of in ((before, earlier), (now, attention))
     )
-    free = _FREE | {f"model.attention.{key}" for key in without_windows(attention).free_keys}
+    free = _FREE | {f"model.attention.{key}" for key in attention.free_keys}
     if is_same_tokenizer(was["data.tokenizer"], is_now["data.tokenizer"]):
         free |= {"data.tokenizer"}
     if now.model.initialization.scheme == "mup":

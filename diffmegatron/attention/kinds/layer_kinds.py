@@ -127,6 +127,28 @@ class LayerKinds(Section):
             (kind, rest if text is None else _ranges(text)) for kind, text in self._entries
         )
 
+    def in_layer_order(self, num_layers: int) -> Self:
+        """Return the kinds in the order of their first layers, each with all of its layers.
+
+        Patterns that give every layer the same kind become equal.
+        """
+        found: list[tuple[AttentionKind, list[range]]] = []
+        for kind, ranges in self.by_kind(num_layers):
+            same = next((each for other, each in found if other == kind), None)
+            if same is None:
+                found.append((kind, [*ranges]))
+            else:
+                same += ranges
+        if len(found) == 1:
+            return self.model_copy(update={"kinds": (found[0][0],), "layers": (None,)})
+        found.sort(key=lambda entry: min(each.start for each in entry[1]))
+        return self.model_copy(
+            update={
+                "kinds": tuple(kind for kind, _ in found),
+                "layers": tuple(_as_text(ranges) for _, ranges in found),
+            }
+        )
+
     def of_layer(self, layer: int) -> AttentionKind:
         """Return the kind of a layer; layers are numbered from 0."""
         named = (k for k, text in self._entries if text and any(layer in r for r in _ranges(text)))
@@ -282,6 +304,20 @@ def _ranges(text: str) -> tuple[range, ...]:
         first, _, last = each.strip().partition("-")
         ranges.append(range(int(first) - 1, int(last or first)))
     return tuple(ranges)
+
+
+def _as_text(ranges: Iterable[range]) -> str:
+    """Return ranges that count layers from 0 as a text such as "1, 5-8", joined and in order."""
+    joined: list[range] = []
+    for each in sorted(ranges, key=lambda each: each.start):
+        if joined and joined[-1].stop == each.start:
+            joined[-1] = range(joined[-1].start, each.stop)
+        else:
+            joined.append(each)
+    return ", ".join(
+        f"{each.start + 1}" if len(each) == 1 else f"{each.start + 1}-{each.stop}"
+        for each in joined
+    )
 
 
 def _between(taken: Sequence[range], num_layers: int) -> tuple[range, ...]:

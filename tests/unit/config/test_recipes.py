@@ -1,6 +1,7 @@
 """Every recipe in configs/ is compared with numbers that are copied here from the papers."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,8 @@ def kind_of(name: str) -> str:
     return next(kind for begins, kind in KINDS.items() if stem.startswith(begins))
 
 
-def load(name: str) -> Recipe:
-    return load_recipe(CONFIGS / f"{name}.yaml", allow_missing_files=True)
+def load(name: str, *overrides: str) -> Recipe:
+    return load_recipe(CONFIGS / f"{name}.yaml", overrides, allow_missing_files=True)
 
 
 def stages(name: str) -> tuple[Recipe, ...]:
@@ -351,6 +352,31 @@ def test_a_recipe_of_a_pretrained_model_starts_with_its_import(name, tmp_path):
     other = before.data.model_copy(update={"tokenizer": "runs/other/hugging_face"})
     with pytest.raises(UserError, match=r"has data\.tokenizer 'runs/other/hugging_face'"):
         check_can_start_from(before.model_copy(update={"data": other}), folder, recipe, name)
+
+
+V1, V2, SOFTMAX = (
+    f"{{kind: {kind}, num_heads: {heads}"
+    for kind, heads in (("diff_v1", 12), ("diff_v2", 24), ("softmax", 24))
+)
+PATTERN = f"[{V1}, layers: 15-28}}, {SOFTMAX}}}]"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_same"),
+    [
+        (PATTERN, True),
+        (f"[{SOFTMAX}, layers: '8-14, 1-7'}}, {V1}}}]", True),
+        (f"[{SOFTMAX}, layers: 2, window: 64}}, {V1}, layers: 15-28}}, {SOFTMAX}}}]", True),
+        (f"[{V1}, layers: 1-14}}, {SOFTMAX}}}]", False),
+        (f"[{V1}, layers: 15-28}}, {V2}, layers: 3}}, {SOFTMAX}}}]", False),
+    ],
+)
+def test_a_run_starts_from_the_same_layers_however_the_pattern_is_written(pattern, is_same):
+    written, other = (load("diff_3b_1t", f"model.attention={each}") for each in (PATTERN, pattern))
+    for before, now in ((written, other), (other, written)):
+        refused = pytest.raises(UserError, match=r"has model\.attention\.\[")
+        with nullcontext() if is_same else refused:
+            check_can_start_from(before, "before", now, "now")
 
 
 @pytest.mark.parametrize("name", DEX)
