@@ -214,6 +214,8 @@ def _combination(tried: Mapping[str, TriedBackend]) -> str | None:
         if text and each.seconds is not None and each.seconds < (tried[base].seconds or 0.0):
             changes = Configuration.parse(text)._asdict().items()
             values |= {key: value for key, value in changes if value is not None}
+    if values.get("one_pass"):
+        values.pop("dq", None)
     return f"triton:{Configuration(**values)}" if len(values) > 1 else None
 
 

@@ -34,7 +34,8 @@ class Configuration(NamedTuple):
         one_pass: whether the backward kernel of dK and dV also computes dQ. With
             `torch.use_deterministic_algorithms` it never does, because the order of its sums
             changes from run to run.
-        forward, dkdv, dq: M, N, warps and stages of a kernel's `BlockSizes`.
+        forward, dkdv, dq: M, N, warps and stages of a kernel's `BlockSizes`. With `one_pass` there
+            is no kernel dq.
     """
 
     one_pass: bool | None = None
@@ -53,6 +54,8 @@ class Configuration(NamedTuple):
             form, kernel, *numbers = match.groups()
             values[kernel or "one_pass"] = _FORMS[form] if form else _checked(*map(int, numbers))
         found = cls(**values)
+        if found.one_pass and found.dq:
+            raise ValueError(f"{text!r} has block sizes of dq, a kernel that one_pass does not run")
         if str(found) != text:
             raise ValueError(f"{text!r} should be {str(found)!r}")
         return found

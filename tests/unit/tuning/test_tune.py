@@ -305,6 +305,14 @@ def test_changes_that_are_faster_alone_are_tried_together(monkeypatch):
     assert len(tuning.measure_kernel(SHAPE, CPU).candidates) == len(seconds)
 
 
+def test_the_form_without_dq_is_tried_without_its_block_sizes():
+    seconds = {"triton": 2.0, "triton:one_pass": 1.9, "triton:dq=64x32x4x3": 1.8}
+    tried = {name: right(name, each) for name, each in seconds.items()}
+    assert tuning._combination(tried) is None
+    tried["triton:dkdv=64x32x4x3"] = right("triton:dkdv=64x32x4x3", 1.8)
+    assert tuning._combination(tried) == "triton:one_pass+dkdv=64x32x4x3"
+
+
 def test_no_configuration_is_tried_after_its_time(monkeypatch, capsys):
     monkeypatch.setattr(tuning, "usable_backends", lambda *_: ["blocked", "triton:split"])
     measured = tuning.measure_kernel(SHAPE, CPU, until=0.0)

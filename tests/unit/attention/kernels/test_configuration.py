@@ -28,7 +28,8 @@ TRITON = frozenset({"triton"})
     ("text", "configuration"),
     [
         ("split", Configuration(one_pass=False)),
-        ("one_pass+dq=64x32x4x3", Configuration(one_pass=True, dq=(64, 32, 4, 3))),
+        ("split+dq=64x32x4x3", Configuration(one_pass=False, dq=(64, 32, 4, 3))),
+        ("one_pass+dkdv=64x32x4x3", Configuration(one_pass=True, dkdv=(64, 32, 4, 3))),
         (
             "forward=16x128x16x1+dkdv=32x64x8x2",
             Configuration(forward=(16, 128, 16, 1), dkdv=(32, 64, 8, 2)),
@@ -52,6 +53,7 @@ def test_a_name_has_the_configuration(text, configuration):
         *("triton:", "triton:fast", "triton:split+split", "triton:split+one_pass"),
         *("triton:dq=64x32x4", "triton:dq=48x32x4x3", "triton:dq=8x32x4x3", "triton:dq=64x32x4x0"),
         *("triton:dq=64x32x4x3+forward=64x32x4x3", "triton:dq=64x32x4x3+split", "sdpa:split"),
+        "triton:one_pass+dq=64x32x4x3",
         *("reference:split", ":split", "triton:split:split", "triton:forward=64x64x32x1"),
     ],
 )
