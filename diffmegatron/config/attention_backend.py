@@ -173,12 +173,29 @@ def chosen_kernels(
     return found if find_backend(kind.operation, found.attention) else None
 
 
-def chosen_loss(recipe: RecipeSections, device_type: str) -> LossKernel:
-    """Return the kernel of the loss that ``auto`` chose in this run, or "auto"."""
+def chosen_loss(recipe: RecipeSections, device_type: str, libraries: frozenset[str]) -> LossKernel:
+    """Return the kernel of the loss that ``auto`` chose in this run, or "auto".
+
+    A chosen kernel that cannot run with ``libraries``, the usable optional libraries, is not
+    returned.
+    """
     chosen = recipe.training.chosen_kernels
-    is_chosen = chosen is not None and chosen.device == device_type
-    is_auto = recipe.training.attention_backend == "auto"
-    return chosen.loss if chosen is not None and is_chosen and is_auto else "auto"
+    if chosen is None or recipe.training.attention_backend != "auto":
+        return "auto"
+    if chosen.device != device_type or why_not_loss(chosen.loss, device_type, libraries):
+        return "auto"
+    return chosen.loss
+
+
+def why_not_loss(name: LossKernel, device_type: str, libraries: frozenset[str]) -> str | None:
+    """Return the reason why a kernel of the loss cannot run, or None if it can.
+
+    The reason is a clause without a subject, as :func:`why_not` returns it.
+    """
+    if name != "triton":
+        return None
+    # The kernels of the loss and of the subtraction are both written in Triton, for any size.
+    return why_not("triton", Call("subtraction", device_type, "bfloat16", 128), libraries)
 
 
 def planned_backend(

@@ -10,6 +10,7 @@ from diffmegatron.config.attention_backend import (
     layer_backend,
     loss_shape,
     subtraction_shape,
+    why_not_loss,
 )
 from diffmegatron.config.recipe_sections import RecipeSections
 from diffmegatron.config.training_config import ChosenKernels, KindKernels
@@ -81,7 +82,10 @@ def choose_kernels(recipe: RecipeSections, here: Surroundings) -> Choice:
     lines = list(dict.fromkeys(lines))
     if not kinds:
         return Choice(None, tuple(lines))
-    values = {"device": here.device, "kinds": kinds, "loss": _loss(recipe, here)}
+    loss, line = _loss(recipe, here)
+    if line is not None:
+        lines.append(line)
+    values = {"device": here.device, "kinds": kinds, "loss": loss}
     chosen = ChosenKernels.model_validate(values)
     return Choice(chosen, tuple(lines))
 
@@ -182,18 +186,24 @@ def _subtraction(recipe: RecipeSections, kind: AttentionKind, here: Surroundings
     return _first(call, here) if _wrong("subtraction", shape.dtype, here) else "auto"
 
 
-def _loss(recipe: RecipeSections, here: Surroundings) -> str:
-    """Return the loss kernel of the checkpoint, or the fastest that is right.
+def _loss(recipe: RecipeSections, here: Surroundings) -> tuple[str, str | None]:
+    """Return the loss kernel of the checkpoint, or the fastest that is right; and a line or None.
 
     Without a measurement of the shape, it is "auto", unless the Triton kernel was wrong here.
     """
     before = (here.saved or recipe).training.chosen_kernels
     if before is not None and before.device == here.device:
-        return before.loss
+        problem = why_not_loss(before.loss, here.device, here.libraries)
+        if problem is None:
+            return before.loss, None
+        return "megatron", (
+            f"training.chosen_kernels.loss {before.loss!r} {problem}, so the loss is computed by "
+            "'megatron', and the last bits of the next losses differ"
+        )
     shape = loss_shape(recipe)
     fastest = None if here.saved else _fastest(shape, here)
     is_wrong = "triton" in _wrong("loss", shape.dtype, here)
-    return fastest or ("megatron" if is_wrong else "auto")
+    return fastest or ("megatron" if is_wrong else "auto"), None
 
 
 def _fastest(shape: KernelShape, here: Surroundings) -> str | None:

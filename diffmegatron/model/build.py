@@ -130,7 +130,7 @@ def _build_virtual_stage(
         rope_scaling=model.rope_scaling,
         loss_chunk=recipe.training.loss_chunk,
         z_loss=recipe.training.z_loss,
-        loss_kernel=chosen_loss(recipe, parallel_state.device.type),
+        loss_kernel=chosen_loss(recipe, parallel_state.device.type, importable_libraries()),
         tied_embeddings=model.tied_embeddings,
         pre_process=parallel_state.is_first_stage and number == 0,
         post_process=parallel_state.is_last_stage and number == stages - 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from diffmegatron.attention.kernels.installed_backends import importable_libraries
 from diffmegatron.attention.kernels.registry import OPS, subtraction_backend
 from diffmegatron.checkpoint.checkpoint_format import read_recipe
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
@@ -84,7 +85,7 @@ def _computations(
                 subtraction = subtraction_backend(attention)
             calls.append((OPS[kind.operation], attention_shape(recipe, kind), attention))
             calls.append((OPS["subtraction"], subtraction_shape(recipe, kind), subtraction))
-        loss = chosen_loss(recipe, device.type)
+        loss = chosen_loss(recipe, device.type, importable_libraries())
         loss = loss_kernels(device)[0] if loss == "auto" else loss
         calls.append(("the loss", loss_shape(recipe), loss))
         for name, shape, backend in calls:

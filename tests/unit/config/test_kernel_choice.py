@@ -17,6 +17,7 @@ from diffmegatron.measurements.records import Measurements
 from tests.unit.measurements.test_cache import MACHINE, measurement, right
 
 NOTHING: frozenset[str] = frozenset()
+TRITON = frozenset({"triton"})
 V2 = "model.attention={kind: diff_v2, num_heads: 4, num_kv_heads: 2, head_dim: 16}"
 
 
@@ -130,11 +131,30 @@ def test_the_loss_has_the_fastest_right_kernel_and_keeps_it(tiny_recipe):
         kernel = measurement(*tried, shape=loss_shape(recipe))
         measures = cuda._replace(measured=Measurements(machine=MACHINE, kernels=(kernel,)))
         saved = with_kernels(recipe, measures)
-        assert chosen_loss(saved, "cuda") == here and chosen_loss(saved, "cpu") == "auto"
+        assert chosen_loss(saved, "cuda", TRITON) == here
+        assert chosen_loss(saved, "cpu", TRITON) == "auto"
         assert choose_kernels(other, measures).kernels.loss == elsewhere
         assert choose_kernels(recipe, cuda._replace(saved=saved)).kernels.loss == here
     named = saved.training.model_copy(update={"attention_backend": "sdpa"})
-    assert chosen_loss(saved.model_copy(update={"training": named}), "cuda") == "auto"
+    assert chosen_loss(saved.model_copy(update={"training": named}), "cuda", TRITON) == "auto"
+
+
+def test_a_recorded_loss_kernel_that_cannot_run_is_replaced_and_named(tiny_recipe):
+    recipe = tiny_recipe("training.precision=bf16")
+    here = Surroundings("cuda", TRITON)
+    kernels = choose_kernels(recipe, here).kernels.model_copy(update={"loss": "triton"})
+    training = recipe.training.model_copy(update={"chosen_kernels": kernels})
+    saved = recipe.model_copy(update={"training": training})
+    assert chosen_loss(saved, "cuda", NOTHING) == "auto"
+    for resumed in ({"saved": saved}, {}):
+        without = Surroundings("cuda", NOTHING, **resumed)
+        found, lines = choose_kernels(recipe if resumed else saved, without)
+        assert found.loss == "megatron"
+        assert (
+            "training.chosen_kernels.loss 'triton' needs the library triton, which is not "
+            "installed or not usable (a warning then says why), so the loss is computed by "
+            "'megatron', and the last bits of the next losses differ"
+        ) in lines
 
 
 def test_a_resumed_run_keeps_its_kernels_or_says_what_changed(tiny_recipe):
