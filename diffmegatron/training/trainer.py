@@ -235,19 +235,13 @@ def logged_rates(rate: float, recipe: Recipe) -> dict[str, float]:
 
 
 def decide_document_mask(recipe: Recipe, *, prints: bool = True) -> Recipe:
-    """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by True or False.
-
-    It is True if a source has conversations and a sequence can contain several documents.
-    """
-    data = recipe.data
-    if data.reset_attention_mask is not None:
-        return recipe
-    conversations = corpus_manifest.packed_conversations(data)
-    if conversations and prints:
+    """Return the recipe with a document mask, and print a line if conversations decide it."""
+    decided = corpus_manifest.with_document_mask(recipe, allow_missing=False)
+    if prints and decided is not recipe and decided.data.reset_attention_mask:
+        conversations = corpus_manifest.packed_conversations(recipe.data)
         print_line(
             f"attention stays within a document, because {', '.join(conversations)} has "
             "conversations that share sequences; set data.reset_attention_mask=false to let "
             "conversations attend to each other"
         )
-    decided = data.model_copy(update={"reset_attention_mask": bool(conversations)})
-    return recipe.model_copy(update={"data": decided})
+    return decided

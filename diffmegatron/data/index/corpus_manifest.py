@@ -174,10 +174,11 @@ def packed_conversations(data: DataConfig) -> list[str]:
     ]
 
 
-def with_document_mask(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``data.reset_attention_mask`` as a run decides it.
+def with_document_mask(recipe: Recipe, *, allow_missing: bool = True) -> Recipe:
+    """Return the recipe; if ``data.reset_attention_mask`` is None, replace it by True or False.
 
-    Sources that are not on this machine are assumed to have no conversations.
+    It is True if a source has conversations and a sequence can contain several documents. With
+    ``allow_missing``, sources that are not on this machine are assumed to have no conversations.
     """
     data = recipe.data
     if data.reset_attention_mask is not None:
@@ -185,6 +186,8 @@ def with_document_mask(recipe: Recipe) -> Recipe:
     try:
         is_reset = bool(packed_conversations(data))
     except UserError:
+        if not allow_missing:
+            raise
         is_reset = False
     decided = data.model_copy(update={"reset_attention_mask": is_reset})
     return recipe.model_copy(update={"data": decided})

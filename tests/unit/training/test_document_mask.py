@@ -15,6 +15,7 @@ from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.cli import app
 from diffmegatron.data.index.corpus_manifest import with_document_mask
 from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.errors import UserError
 from diffmegatron.training.compute.step import token_losses
 from diffmegatron.training.hook import Hook
 from diffmegatron.training.trainer import decide_document_mask, train
@@ -64,6 +65,13 @@ def test_sources_decide_the_document_mask_unless_the_recipe_does(
     assert with_document_mask(recipe).data.reset_attention_mask is is_masked
     is_said = f"because {chats} has conversations that share sequences" in capfd.readouterr().out
     assert is_said == (is_masked and "chats" in prefixes)
+
+
+def test_a_run_refuses_a_source_that_plan_assumes(tiny_recipe, tmp_path):
+    recipe = tiny_recipe(sources(tmp_path / "nowhere"))
+    assert with_document_mask(recipe).data.reset_attention_mask is False
+    with pytest.raises(UserError, match="nowhere"):
+        decide_document_mask(recipe)
 
 
 def test_plan_decides_the_document_mask(tiny_recipe, tmp_path, chats, monkeypatch):
