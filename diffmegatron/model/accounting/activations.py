@@ -234,10 +234,18 @@ def _fp8_savings(recipe: Recipe, stage: int) -> float:
     hidden = recipe.model.hidden_size / _sequence_shards(recipe)
     saved = 0.0
     for kind, layers in kinds:
-        channels = (kind.heads.output_channels + recipe.model.ffn_hidden_size) / tensor
-        # A kind that reads the hidden states also saves linear_qkv's input in the run's precision.
-        of_qkv = -FP8 * hidden if reads_hidden(kind) else smaller * hidden
-        saved += layers * (smaller * (channels + hidden) + of_qkv)
+        channels = {
+            "self_attention.linear_qkv": hidden,
+            "self_attention.linear_proj": kind.heads.output_channels / tensor,
+            "mlp.linear_fc1": hidden,
+            "mlp.linear_fc2": recipe.model.ffn_hidden_size / tensor,
+        }
+        for name, inputs in channels.items():
+            if not _keeps_input(recipe, name):
+                continue
+            # A kind that reads the hidden states also saves them in the run's precision.
+            is_extra = name.endswith("linear_qkv") and reads_hidden(kind)
+            saved += layers * (-FP8 if is_extra else smaller) * inputs
     return local_tokens(recipe) * saved / count * fp8_layers(recipe, stage) / count
 
 

@@ -96,6 +96,19 @@ def test_plan_counts_copies_smaller_inputs_and_faster_products():
     assert faster.communication == pytest.approx(slower.communication, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("trained", "inputs"),
+    [("mlp.linear_fc2", "ffn"), ("mlp.linear_fc1", "hidden"), ("linear_qkv", "hidden")],
+)
+def test_plan_counts_no_smaller_input_of_a_frozen_matrix(trained, inputs):
+    only = f"optimizer.trainable=['*.{trained}.weight']"
+    fp8, bf16 = load(only), load(only, "training.fp8=null")
+    channels = {"ffn": fp8.model.ffn_hidden_size, "hidden": fp8.model.hidden_size}[inputs]
+    tokens = fp8.training.micro_batch_size * fp8.training.seq_length
+    ours, theirs = (memory_by_stage(each, 64)[0] for each in (fp8, bf16))
+    assert theirs.activations - ours.activations == 26 * tokens * channels
+
+
 def test_plan_warns_of_a_gpu_of_an_earlier_generation():
     # From Transformer Engine's release notes: Ada, Hopper and Blackwell.
     known = ("A100", "H100", "B200")
