@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import rotary_changes
+from diffmegatron.config.stage_order import changes_of_network
 from diffmegatron.plan.search import print_search, search, search_to_json
 from diffmegatron.plan.summary import DEFAULT_HARDWARE, Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
@@ -50,8 +50,8 @@ def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
 
 
 def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
-    """Print how rotary embedding and sequence length change between two stages."""
-    changes = rotary_changes(before, now)
+    """Print how the network and the sequence length change between two stages."""
+    changes = changes_of_network(before, now)
     lengths = (before.training.seq_length, now.training.seq_length)
     if lengths[0] != lengths[1]:
         changes.append(f"training.seq_length {lengths[0]} -> {lengths[1]}")

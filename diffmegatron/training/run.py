@@ -14,7 +14,7 @@ from diffmegatron.checkpoint.checkpoint_format import BEGINNING, RECIPE, Checkpo
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.load import dump_recipe
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import rotary_changes
+from diffmegatron.config.stage_order import changes_of_network
 from diffmegatron.data.loader import Batch, missing_labels_warning
 from diffmegatron.files import HeldFolder, write_durably
 from diffmegatron.model.build import build_model
@@ -229,7 +229,7 @@ class Run:
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
-                changes = rotary_changes(source.recipe, self.recipe)
+                changes = changes_of_network(source.recipe, self.recipe)
                 print_line(
                     "; ".join([f"starting with the weights of {source.directory}", *changes])
                 )
