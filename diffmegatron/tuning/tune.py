@@ -114,7 +114,20 @@ def _measure_on_one_rank(
     for shape in sorted(shapes, key=lambda each: each.operation == "loss"):
         progress.print(describe_shape(shape))
         before = known.of_shape(shape)
-        measured = measure_kernel(shape, device, before, until)
+        try:
+            measured = measure_kernel(shape, device, before, until)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            key = "loss_chunk" if shape.operation == "loss" else "micro_batch_size"
+            log.warning(
+                "%s is not measured, because its equation in float64 does not fit into the free "
+                "memory of %s; free some, or give a smaller training.%s",
+                describe_shape(shape),
+                device,
+                key,
+            )
+            continue
         new = new.updated(Measurements(machine=machine, kernels=(measured,)))
         left_out = {} if before is None else before.lost
         if lost := next((each for n, each in measured.lost.items() if n not in left_out), None):
@@ -240,6 +253,12 @@ def _is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a tensor did not fit; on a CPU torch raises a RuntimeError without a class."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: " in str(error)
 
 
 def _measure_between_ranks(recipes: Sequence[Recipe]) -> list[CollectiveMeasurement]:

@@ -1,6 +1,7 @@
 """``tune``: which backends it finds right, what it stores, and what it prints."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -318,6 +319,31 @@ def test_no_configuration_is_tried_after_its_time(monkeypatch, capsys):
     measured = tuning.measure_kernel(SHAPE, CPU, until=0.0)
     assert [each.backend for each in measured.candidates] == ["blocked"]
     assert "triton:split: not tried, to save time; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no 9 bytes")],
+)
+def test_a_shape_whose_equation_does_not_fit_is_named_and_left_out(
+    error, tiny_recipe, monkeypatch, caplog
+):
+    def checks(shape, device):
+        if shape.operation == "loss":
+            raise error
+        return checks_of(shape, device)
+
+    monkeypatch.setattr(tuning, "checks_of", checks)
+    tuned = tuning.tune([with_document_mask(tiny_recipe())])
+    assert [each.shape.operation for each in tuned.measurements.kernels] == ["differential"]
+    assert tuned.measurements.products
+    assert "loss: 256 tokens" in caplog.text and "smaller training.loss_chunk" in caplog.text
+
+
+def test_another_error_of_the_equation_ends_tune(tiny_recipe, monkeypatch):
+    monkeypatch.setattr(tuning, "checks_of", mock.Mock(side_effect=RuntimeError("a fault")))
+    with pytest.raises(RuntimeError, match="a fault"):
+        tuning.tune([with_document_mask(tiny_recipe())])
 
 
 def test_products_of_another_dtype_are_not_those_of_a_run(tiny_recipe):
