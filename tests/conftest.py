@@ -4,7 +4,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import settings
 from diffmegatron.config.load import load_recipe
 from diffmegatron.config.schema import Recipe
 from diffmegatron.data.prepare.prepare import prepare
+from diffmegatron.parallel.engine_imports import importing_engines
 from tests import forks
 from tests.deprecations import raise_on_deprecations
 from tests.gloo import share_device
@@ -78,6 +79,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         forks.close_folder()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Import the tests like a command: without Inductor, and without the garbage collector."""
+    with importing_engines():
+        return (yield)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         # The workers take files in this order. If the longest came last, one worker would wait.
@@ -112,9 +120,10 @@ def prepare_corpus(folder: Path) -> Path:
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 8))) for _ in range(400)]
     ranks = [1 / rank for rank in range(1, len(words) + 1)]
-    for number in range(600):
-        length = int(draw.lognormvariate(4.5, 1))
-        (folder / f"{number:03d}.txt").write_text(" ".join(draw.choices(words, ranks, k=length)))
+    with (folder / "documents.jsonl").open("w") as file:
+        for _ in range(600):
+            length = int(draw.lognormvariate(4.5, 1))
+            file.write(json.dumps({"text": " ".join(draw.choices(words, ranks, k=length))}) + "\n")
     prepare([folder], folder / "words", "bytes", show_progress=False)
     return folder / "words"
 

@@ -16,11 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import diffmegatron.cli
-import diffmegatron.evaluation.evaluate
-import diffmegatron.operations.quickstart
-import diffmegatron.training.trainer  # noqa: F401
-from diffmegatron.optim.zero import import_deepspeed
+from diffmegatron.parallel.engine_imports import importing_engines
+
+with importing_engines():
+    import diffmegatron.cli
+    import diffmegatron.evaluation.evaluate
+    import diffmegatron.operations.quickstart
+    import diffmegatron.training.trainer  # noqa: F401
+    from diffmegatron.optim.zero import import_deepspeed
 
 MAX_REQUEST = 1 << 20
 # Modules that a run imports while it builds its network and its optimizer.

@@ -74,7 +74,7 @@ def models(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         prefix = out / "words"
         if name == next(iter(MODELS)):
             tokenizer = str(folder / "imported/hugging_face")
-            prepare([corpus.parent], prefix, tokenizer, pattern="*.txt", show_progress=False)
+            prepare([corpus.parent], prefix, tokenizer, pattern="*.jsonl", show_progress=False)
         text = RECIPE.format(imported=folder / "imported", folder=folder, corpus=prefix)
         (folder / "recipe.yaml").write_text(text)
         train(load_recipe(folder / "recipe.yaml"))
