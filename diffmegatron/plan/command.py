@@ -5,13 +5,15 @@ A stage in this module is a training stage, one of the runs that a recipe define
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import changes_of_network
-from diffmegatron.plan.search import print_search, search, search_to_json
+from diffmegatron.config.stage_order import STAGES, changes_of_network
+from diffmegatron.plan.search import Candidate, print_search, search, search_to_json
 from diffmegatron.plan.summary import DEFAULT_HARDWARE, Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
 
@@ -68,6 +70,11 @@ def run_search(
 ) -> None:
     """Print, for each stage, the layouts that fit into the memory of the GPUs, fastest first."""
     found = [search(recipe, world_size, hardware) for recipe in stages]
+    if len(stages) > 1:
+        found = [
+            [_in_stage(recipe, each) for each in candidates]
+            for recipe, candidates in zip(stages, found, strict=True)
+        ]
     if as_json:
         _print_json([search_to_json(candidates) for candidates in found])
         return
@@ -75,6 +82,12 @@ def run_search(
     for recipe, candidates in zip(stages, found, strict=True):
         _print_heading(stages, recipe.run_dir, console)
         print_search(recipe, candidates, world_size, hardware, console)
+
+
+def _in_stage(recipe: Recipe, candidate: Candidate) -> Candidate:
+    """Return the candidate with overrides that change only the stage of ``recipe``."""
+    prefix = f"{STAGES}{Path(recipe.run_dir).name}."
+    return replace(candidate, overrides=tuple(f"{prefix}{each}" for each in candidate.overrides))
 
 
 def _print_heading(stages: Sequence[Recipe], run_dir: str, console: Console) -> None:

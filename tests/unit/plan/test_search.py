@@ -7,10 +7,11 @@ import time
 import pytest
 from rich.console import Console
 
-from diffmegatron.config.load import load_recipe
+from diffmegatron.config.load import load_recipe, load_stages
 from diffmegatron.errors import UserError
 from diffmegatron.model.accounting.memory import memory_by_stage
 from diffmegatron.plan import run_search
+from diffmegatron.plan.rank_layout import RankLayout
 from diffmegatron.plan.search import print_search, search
 from tests.paths import CONFIGS
 
@@ -96,3 +97,23 @@ def test_json_holds_every_candidate(capsys):
     values = json.loads(capsys.readouterr().out)
     assert len(values) == len(search(load_recipe(FILE), 64, "H100"))
     assert values[0]["time"]["step"] <= values[1]["time"]["step"]
+
+
+def test_pasted_overrides_change_only_the_stage_of_their_table(capsys):
+    """Paste the overrides of every row, and compare the layouts of all stages."""
+    file, size = CONFIGS / "diff_3b_math.yaml", 8
+    before = load_stages(file)
+    found = [search(recipe, size, "H100") for recipe in before]
+    run_search(before, size)
+    lines = [
+        line.split()[1:] for line in capsys.readouterr().out.splitlines() if "parallel." in line
+    ]
+    assert all(each.startswith("stages.") for line in lines for each in line)
+    run_search(before, size, as_json=True)
+    as_json = json.loads(capsys.readouterr().out)
+    assert lines == [row["overrides"] for rows in as_json for row in rows[:10] if row["overrides"]]
+    for number, rows in enumerate(as_json):
+        for row, candidate in zip(rows, found[number], strict=True):
+            after = load_stages(file, row["overrides"])
+            assert RankLayout.of(after[number], size) == candidate.layout
+            assert after[:number] + after[number + 1 :] == before[:number] + before[number + 1 :]
