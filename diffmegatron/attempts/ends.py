@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 ATTEMPT = "DIFFMEGATRON_ATTEMPT"
 """Environment variable with the directory of the current attempt."""
 HEARTBEAT = "heartbeat.json"
+PREFLIGHT = "preflight.json"
+"""Findings of the preflight checks of all ranks, written when the checks are done."""
 EXIT_STOPPED = 75
 """Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 NOT_BEGUN = "before the run had begun"

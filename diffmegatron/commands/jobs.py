@@ -158,6 +158,7 @@ def launch(
         return
     from diffmegatron.operations.cluster import without_secrets
     from diffmegatron.operations.launch import (
+        log_path,
         prepare_chain,
         prepare_launch,
         submit_chain,
@@ -179,6 +180,9 @@ def launch(
         return
     for each, number in zip(found, submit_chain(found), strict=True):
         print(f"submitted job {number}: {each.path}")
+        print(f"  log, when it starts: {log_path(each.path.parent, number)}")
+    folder = found[0].path.parent
+    print(f"diffmegatron status {shlex.quote(str(folder.parent if chain else folder))}")
 
 
 def _start_torchrun(

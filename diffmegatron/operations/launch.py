@@ -36,6 +36,7 @@ from diffmegatron.operations.sbatch_file import (
 )
 from diffmegatron.operations.status import examine_run
 from diffmegatron.plan import Plan, plan_recipe
+from diffmegatron.plan.rank_layout import nodes_in_words, ranks_in_words
 from diffmegatron.training.monitoring.metrics import newest_entries
 from diffmegatron.training.safeguards import too_long_for_kill_wait
 
@@ -206,6 +207,11 @@ def submit_chain(launches: Sequence[Submission]) -> list[str]:
     return numbers
 
 
+def log_path(run_dir: Path, number: str) -> Path:
+    """Return the file that Slurm writes the output of a job to; ``run_dir`` is the job's folder."""
+    return run_dir / f"job_{number}.log"
+
+
 def write_files(launch: Submission) -> None:
     """Write the job file into ``run_dir``, and the recipe if ``launch.recipe`` is set."""
     launch.path.parent.mkdir(parents=True, exist_ok=True)
@@ -337,16 +343,17 @@ def _output(*command: str) -> str | None:
 def summary(launch: Submission) -> list[str]:
     """Return lines for the user that describe the resources of a job."""
     job, lines = launch.job, []
+    size = f"{nodes_in_words(job.nodes)}, {ranks_in_words(job.ranks)}"
     for plan in launch.plans:
         attempts = math.ceil(plan.time.days * 86_400 / job.cluster.seconds)
         lines.append(
-            f"{plan.run_dir}: {job.nodes} nodes, {job.ranks} ranks, "
+            f"{plan.run_dir}: {size}, "
             f"{plan.largest_stage.total / 2**30:.1f} GiB per rank; an estimate of "
             f"{plan.time.days:.1f} days and {plan.time.days * 24 * job.ranks:,.0f} GPU-hours, "
             f"in {attempts} attempt{'s' if attempts > 1 else ''} of {job.cluster.time_limit}"
         )
     if not launch.plans:
-        lines.append(f"{job.nodes} nodes, {job.ranks} ranks; no estimate without a GPU name")
+        lines.append(f"{size}; no estimate without a GPU name")
     if job.spares:
         lines.append(f"{job.nodes + job.spares} nodes are requested, {job.spares} of them spare")
     lines.append(f"SIGUSR1 {job.signal_seconds} s before the time limit")

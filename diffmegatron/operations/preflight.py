@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import distributed
 
+from diffmegatron.attempts.ends import PREFLIGHT
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
 from diffmegatron.config.parallel_config import ParallelConfig
 from diffmegatron.config.schema import Recipe
@@ -35,6 +36,7 @@ from diffmegatron.operations.installed_code import git_commit, library_versions
 from diffmegatron.parallel.default_group import default_group
 from diffmegatron.parallel.launcher import read_launch
 from diffmegatron.parallel.parallel_state import process_groups
+from diffmegatron.plan.rank_layout import nodes_in_words, ranks_in_words
 from diffmegatron.section import Section
 
 # Timeout of each collective operation.
@@ -53,7 +55,6 @@ _STATE_BYTES = 12
 _MAX_SLOWDOWN, _CLOCK_SECONDS = 2.0, 5.0
 # Smallest accepted free share of a GPU's memory.
 _FREE_SHARE = 0.9
-_REPORT = "preflight.json"
 _NO_GPU = "no GPU for LOCAL_RANK"
 
 
@@ -110,7 +111,7 @@ def check_nodes(recipes: Sequence[Recipe], folder: Path | None) -> None:
         distributed.all_gather_object(every, findings)
     if launch.rank == 0 and folder is not None:
         lines = ",\n".join(each.model_dump_json() for each in every)
-        write_durably(folder / _REPORT, f"[{lines}]\n".encode())
+        write_durably(folder / PREFLIGHT, f"[{lines}]\n".encode())
     problems = find_problems(every, _needed_space(recipes[-1]), recipes[-1].run_dir)
     if len(problems) == launch.ranks:
         raise UserError(problems[launch.rank])
@@ -287,9 +288,12 @@ def _summary(every: Sequence[Findings]) -> str:
     slowest = min(every, key=lambda each: each.write_rate)
     names = {name for each in every for name in each.bits}
     unsteady = {name for each in every for name in each.bits if each.bits[name] == UNSTEADY}
+    rate = min(each.reduce_rate for each in every)
+    # With one rank, nothing is sent.
+    reduced = f"all-reduce {rate / 1e9:.2f} GB/s, " if len(every) > 1 else ""
     return (
-        f"preflight: {len(every)} ranks on {len({each.host for each in every})} nodes, "
-        f"all-reduce {min(each.reduce_rate for each in every) / 1e9:.2f} GB/s, matrix product "
+        f"preflight: {ranks_in_words(len(every))} on "
+        f"{nodes_in_words(len({each.host for each in every}))}, {reduced}matrix product "
         f"{1e3 * max(each.product_seconds for each in every):.1f} ms, disk "
         f"at least {slowest.write_rate / 1e6:.0f} MB/s per rank, "
         f"{len(names - unsteady)} computations with equal bits"

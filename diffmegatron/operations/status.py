@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diffmegatron.attempts.decision import Cause
-from diffmegatron.attempts.ends import Heartbeat, read_heartbeat
+from diffmegatron.attempts.ends import PREFLIGHT, Heartbeat, read_heartbeat
 from diffmegatron.attempts.ledger import MAX_FAULTS, Attempt, Ledger, suspects
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import RECIPE, CheckpointStore
@@ -80,7 +80,8 @@ def examine_run(run_dir: Path) -> Status:
     stage = _current_stage(last, heartbeat) or str(run_dir)
     steps = last.stages.get(stage)
     entries = newest_entries(Path(stage))
-    state, exit_status = _state(last, heartbeat, time.time())
+    is_checked = (ledger.folder(last.number) / PREFLIGHT).exists()
+    state, exit_status = _state(last, heartbeat, time.time(), is_checked=is_checked)
     if submitted is not None:
         state, exit_status = f"{_queue_sentence(submitted)}; before it: {state}", 1
     is_over = last.is_over and submitted is None
@@ -194,8 +195,13 @@ def _current_stage(attempt: Attempt, heartbeat: Heartbeat | None) -> str | None:
     return begun[-1] if begun else next(iter(attempt.stages), None)
 
 
-def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[str, int]:
-    """Return the state of a job as a sentence, and the exit status of the command."""
+def _state(
+    attempt: Attempt, heartbeat: Heartbeat | None, now: float, *, is_checked: bool
+) -> tuple[str, int]:
+    """Return the state of a job as a sentence, and the exit status of the command.
+
+    ``is_checked`` is True if the preflight checks of the attempt are done.
+    """
     name = f"attempt {attempt.number}"
     if attempt.cause == Cause.FINISHED:
         return f"finished with {name}", 0
@@ -211,7 +217,10 @@ def _state(attempt: Attempt, heartbeat: Heartbeat | None, now: float) -> tuple[s
     ago = f"last heartbeat {_duration(now - heard)} ago"
     if now - heard > patience:
         return f"{name} has disappeared or hangs: {ago}", 1
-    return f"{name} {'runs' if heartbeat else 'starts'}: {ago}", 0
+    if heartbeat is not None:
+        return f"{name} runs: {ago}", 0
+    checked = ", after its preflight checks" if is_checked else ""
+    return f"{name} starts{checked}: {ago}", 0
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:

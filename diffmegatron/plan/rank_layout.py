@@ -64,6 +64,11 @@ def ranks_in_words(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
+def nodes_in_words(count: int) -> str:
+    """Return a number of nodes in words, such as ``1 node`` or ``2 nodes``."""
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
 def _recompute_in_words(recipe: Recipe) -> str:
     recompute = recipe.recompute
     if recompute.granularity != "full":

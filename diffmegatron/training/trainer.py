@@ -60,6 +60,8 @@ def train_stages(
         evaluators = [open_evaluators(recipe) if open_evaluators else () for recipe in unfinished]
         if record is not None and not unfinished:
             record.set_step(recipes[-1].training.total_steps, recipes[-1].run_dir)
+        if not unfinished and launch.rank == 0:
+            print_line(f"all {len(recipes)} stages have finished; nothing is left to do")
         # Use one StopRequest for all stages, so that a signal after a stage's last step also
         # prevents the next stages.
         with StopRequest(launch, record.folder if record else None) as stop:
@@ -166,6 +168,11 @@ def train(
         run = Run(recipe, parallel_state, launch, stop, watchdog, exits, record)
         for hook in hooks:
             hook.before_training(run)
+        if run.is_finished and launch.rank == 0:
+            print_line(
+                f"{format_path(run_dir)} has finished at step {run.step} of {run.step}; nothing is "
+                "left to do"
+            )
         while not (run.is_at_last_step or run.stopping):
             train_step(run)
             for hook in hooks:

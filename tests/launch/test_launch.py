@@ -405,6 +405,32 @@ def test_the_summary_estimates_gpu_hours_for_a_known_gpu(launched):
     assert line.endswith(", in 1 attempt of 24:00:00")
 
 
+def test_the_summary_counts_one_node_and_one_rank_in_the_singular(launched):
+    one = {"nodes": 1, "ranks_per_node": 1}
+    overrides = ["training.global_batch_size=4", "parallel.tensor=1", "parallel.pipeline=1"]
+    assert summary(launched(*overrides, **one))[0].startswith("1 node, 1 rank; no estimate")
+    assert ": 1 node, 1 rank, " in summary(launched(*overrides, gpu="H100", **one))[0]
+
+
+def test_a_submission_prints_the_log_and_the_command_for_its_status(
+    chained, commands, tmp_path, capsys
+):
+    commands(sbatch="echo 17")
+    cluster = tmp_path / "cluster.yaml"
+    launch_command(tmp_path / "four.yaml", [], nodes=2, cluster=cluster)
+    run = tmp_path / "run"
+    assert capsys.readouterr().out.splitlines() == [
+        f"submitted job 17: {run}/job.sh",
+        f"  log, when it starts: {run}/job_17.log",
+        f"diffmegatron status {run}",
+    ]
+    (run / "job_number").unlink()
+    launch_command(tmp_path / "stages.yaml", [], nodes=2, cluster=cluster, chain=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and lines[-1] == f"diffmegatron status {run}"
+    assert lines[1] == f"  log, when it starts: {run}/first/job_17.log"
+
+
 def test_start_from_may_be_missing_if_the_job_has_a_dependency(launched, tmp_path):
     start = f"checkpoint.start_from={tmp_path}/before"
     launched(start, dependency="afterok:17")

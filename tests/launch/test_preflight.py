@@ -92,7 +92,9 @@ def test_two_ranks_that_differ_are_compared_by_the_bits_of_rank_0():
 def test_a_computation_that_is_unsteady_on_most_ranks_is_not_compared():
     unsteady = GOOD.model_copy(update={"bits": {"a matrix product": UNSTEADY}})
     assert find_problems([unsteady, GOOD, unsteady], SPACE, "run") == {}
-    assert preflight._summary([GOOD, unsteady]).endswith(" 1 computations with equal bits")
+    text = preflight._summary([GOOD, unsteady])
+    assert text.endswith(" 1 computations with equal bits")
+    assert text.startswith("preflight: 2 ranks on ") and "all-reduce " in text
     (problem,) = find_problems([unsteady, GOOD], SPACE, "run").items()
     assert problem[0] == 0 and problem[1].endswith("in each repetition, unlike rank 1")
 
@@ -140,7 +142,7 @@ def test_preflight_records_the_findings_of_one_machine(tiny_recipe, tmp_path, ca
     names = ["a matrix product", "differential attention (blocked)", "the loss (megatron)"]
     assert [*found["bits"]] == names
     out = capsys.readouterr().out
-    assert out.startswith("preflight: 1 ranks on 1 nodes, all-reduce ")
+    assert out.startswith("preflight: 1 rank on 1 node, matrix product ")
     assert out.endswith(", 3 computations with equal bits\n")
     assert list((tmp_path / "run").iterdir()) == [], "the checks must remove their file"
 

@@ -108,6 +108,16 @@ def test_an_attempt_without_recent_heartbeats_is_reported_as_hanging(attempt, le
     ]
 
 
+def test_a_starting_attempt_is_past_its_preflight_checks_if_their_report_exists(
+    ledger, tiny_recipe
+):
+    ledger.begin([tiny_recipe()], FACTS)
+    assert examine_run(ledger.run_dir).state.startswith("attempt 1 starts: ")
+    (ledger.folder(1) / "preflight.json").write_text("[]")
+    state = examine_run(ledger.run_dir).state
+    assert state.startswith("attempt 1 starts, after its preflight checks: ")
+
+
 @pytest.mark.parametrize(
     ("statuses", "exit_status", "state"),
     [

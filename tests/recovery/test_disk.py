@@ -280,6 +280,13 @@ DAMAGES = {
 }
 
 
+def test_a_finished_run_reports_that_nothing_is_left(tiny_recipe, finished, tmp_path, capfd):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    assert train(tiny_recipe(*SHORT))
+    said = capfd.readouterr().out
+    assert f"{tmp_path}/run has finished at step 12 of 12; nothing is left to do\n" in said
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_reported_and_skipped(
     damage, tiny_recipe, finished, tmp_path, caplog, capfd
