@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diffmegatron.checkpoint.checkpoint_store import CHECKPOINTS, RECIPE, CheckpointStore
 from diffmegatron.config.load import load_resolved
+from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path, os_error_text
 from diffmegatron.own_code import NotImportedError
@@ -103,6 +104,40 @@ def newest_checkpoint(path: Path) -> Path | None:
         UserError: the ``run_dir`` has no checkpoint.
     """
     return last_stage(path).store.latest() if is_run_dir(path) else None
+
+
+def source_recipe(recipe: Recipe, stages: Sequence[Recipe] = ()) -> Recipe | None:
+    """Return the recipe of the run whose weights a run starts with.
+
+    It is one of ``stages``, or it is read from ``checkpoint.start_from``. Return None if the run
+    starts with random weights, or if that recipe cannot be read.
+    """
+    start = recipe.checkpoint.start_from
+    if start is None:
+        return None
+    for stage in stages:
+        if stage.run_dir == start:
+            return stage
+    try:
+        folder = newest_checkpoint(Path(start)) or Path(start)
+        return load_resolved(folder / RECIPE, folder.resolve().parent.parent)
+    except UserError:
+        return None
+
+
+def earlier_recipes(recipe: Recipe, stages: Sequence[Recipe] = ()) -> list[Recipe]:
+    """Return the recipes of all runs that trained the weights before a run, the last one first.
+
+    Return [] if one of them cannot be read, or if runs start from each other.
+    """
+    found: list[Recipe] = []
+    while recipe.checkpoint.start_from is not None:
+        source = source_recipe(recipe, stages)
+        if source is None or source.run_dir in {each.run_dir for each in found}:
+            return []
+        found.append(source)
+        recipe = source
+    return found
 
 
 def _start(run_dir: Path, recipe: str = RECIPE) -> str | None:

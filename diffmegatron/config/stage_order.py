@@ -11,7 +11,6 @@ from diffmegatron.attention.kinds import LayerKinds
 from diffmegatron.attention.kinds.layer_kinds import without_windows
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.width_scaling import matrix_rate
 from diffmegatron.errors import UserError
 from diffmegatron.files import read_bytes, shorten
 
@@ -40,8 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # Files of a Hugging Face tokenizer that determine its ids and the end of a document.
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # A stage may change these keys, because the weights of an earlier stage fit any value of them.
-_ROTARY = ("model.rope_theta", "model.rope_scaling")
-_FREE = frozenset({*_ROTARY, "model.initialization"})
+_FREE = frozenset({"model.rope_theta", "model.rope_scaling", "model.initialization"})
 
 
 @dataclass(frozen=True)
@@ -186,22 +184,6 @@ def _tokenizer_files(name: str) -> tuple[bytes, ...] | None:
         return tuple(read_bytes(file) for file in files)
     except UserError:
         return None
-
-
-def changes_of_network(before: Recipe, now: Recipe) -> list[str]:
-    """Return each change of the rotary embedding, and the end of muP, as ``key old -> new``."""
-    was, is_now = (model_keys(each.model, each.model.attention) for each in (before, now))
-    found = [f"{key} {was[key]} -> {is_now[key]}" for key in _ROTARY if was[key] != is_now[key]]
-    schemes = [each.model.initialization.scheme for each in (before, now)]
-    # muP's factor of the rate, with the optimizer of ``now``.
-    rate = matrix_rate(now.model_copy(update={"model": before.model}))
-    if schemes[0] == "mup" != schemes[1] and rate != 1:
-        found.append(
-            f"model.initialization.scheme {' -> '.join(schemes)}, so the learning rate of the "
-            f"layers' matrices is optimizer.lr and no longer optimizer.lr x {rate:.3g}; lower "
-            "optimizer.lr, or keep 'mup'"
-        )
-    return found
 
 
 def model_keys(model: ModelConfig, attention: LayerKinds) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from diffmegatron.checkpoint.stage_folders import earlier_recipes, source_recipe
+from diffmegatron.config.recipe_changes import changes_in_words, unscaled_extension
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import STAGES, changes_of_network
+from diffmegatron.config.stage_order import STAGES
 from diffmegatron.plan.search import Candidate, print_search, search, search_to_json
 from diffmegatron.plan.summary import DEFAULT_HARDWARE, Plan, plan_recipe
 from diffmegatron.plan.tables import print_plan
@@ -31,7 +33,7 @@ def run_plan(
     """
     ranks = math.lcm(*(recipe.parallel.model_ranks for recipe in stages))
     given = ranks if world_size is None else world_size
-    plans = [plan_recipe(recipe, given, hardware) for recipe in stages]
+    plans = [_plan(recipe, stages, given, hardware) for recipe in stages]
     if as_json:
         _print_json([plan.to_json() for plan in plans])
         return
@@ -39,26 +41,18 @@ def run_plan(
     previous: Plan | None = None
     for recipe, plan in zip(stages, plans, strict=True):
         _print_heading(stages, plan.run_dir, console)
-        if before := _stage_before(recipe, stages):
-            _print_changes(before, recipe, console)
+        before = source_recipe(recipe, stages)
+        if before is not None and (changes := changes_in_words(before, recipe)):
+            console.print(Text(changes), soft_wrap=True)
         print_plan(plan, console, previous)
         previous = plan
 
 
-def _stage_before(recipe: Recipe, stages: Sequence[Recipe]) -> Recipe | None:
-    """Return the stage whose weights ``recipe`` starts with, or None."""
-    start = recipe.checkpoint.start_from
-    return next((stage for stage in stages if stage.run_dir == start), None)
-
-
-def _print_changes(before: Recipe, now: Recipe, console: Console) -> None:
-    """Print how the network and the sequence length change between two stages."""
-    changes = changes_of_network(before, now)
-    lengths = (before.training.seq_length, now.training.seq_length)
-    if lengths[0] != lengths[1]:
-        changes.append(f"training.seq_length {lengths[0]} -> {lengths[1]}")
-    if changes:
-        console.print(Text(f"changes of {before.run_dir}: {', '.join(changes)}"), soft_wrap=True)
+def _plan(recipe: Recipe, stages: Sequence[Recipe], world_size: int, hardware: str) -> Plan:
+    """Return the plan of a stage, with the warnings that depend on the stages before it."""
+    plan = plan_recipe(recipe, world_size, hardware)
+    warning = unscaled_extension(earlier_recipes(recipe, stages), recipe)
+    return plan if warning is None else replace(plan, warnings=(*plan.warnings, warning))
 
 
 def run_search(

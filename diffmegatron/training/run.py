@@ -12,9 +12,10 @@ from torch import Tensor
 from diffmegatron.attempts.ends import RankRecord
 from diffmegatron.checkpoint.checkpoint_format import BEGINNING, RECIPE, Checkpoint, Position
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.checkpoint.stage_folders import earlier_recipes
 from diffmegatron.config.load import dump_recipe
+from diffmegatron.config.recipe_changes import changes_in_words, unscaled_extension
 from diffmegatron.config.schema import Recipe
-from diffmegatron.config.stage_order import changes_of_network
 from diffmegatron.data.loader import Batch, missing_labels_warning
 from diffmegatron.files import HeldFolder, write_durably
 from diffmegatron.model.build import build_model
@@ -229,10 +230,13 @@ class Run:
         source = open_start(self.recipe, self.parallel_state)
         if source is not None:
             if self.parallel_state.is_main:
-                changes = changes_of_network(source.recipe, self.recipe)
-                print_line(
-                    "; ".join([f"starting with the weights of {source.directory}", *changes])
-                )
+                print_line(f"starting with the weights of {source.directory}")
+                changes = changes_in_words(source.recipe, self.recipe)
+                if changes is not None:
+                    print_line(changes)
+                warning = unscaled_extension(earlier_recipes(self.recipe), self.recipe)
+                if warning is not None:
+                    log.warning("%s", warning)
             load_weights(source, self.recipe, self.engine, self.shards)
         return BEGINNING
 

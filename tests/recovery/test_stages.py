@@ -108,9 +108,12 @@ def test_each_stage_starts_with_the_weights_of_the_previous_one(
     )
     said = capfd.readouterr().out
     assert (
-        f"weights of {first}/checkpoints/step_00000004; model.rope_theta 10000.0 -> 640000" in said
-    )
-    assert f"weights of {second}/checkpoints/step_00000003; model.rope_theta 640000.0 -> 1" in said
+        f"weights of {first}/checkpoints/step_00000004\n"
+        f"changes of {first}: model.rope_theta 10000.0 -> 640000.0; data.upsampling.mode none -> "
+        "per_source; data.upsampling.long_tokens 4096 -> 2000; "
+    ) in said
+    assert "optimizer.lr 0.003 -> 0.001; optimizer.schedule.kind cosine -> linear; " in said
+    assert f"weights of {second}/checkpoints/step_00000003\nchanges of {second}: " in said
 
 
 class _SignalAtTheEnd(Hook):

@@ -390,6 +390,52 @@ def test_a_later_stage_prints_only_its_changes(tmp_path, capsys):
     assert "Memory per rank" in second and "tokens per step" in second
 
 
+def test_all_changes_of_a_later_stage_are_printed_as_yaml(tmp_path, capsys):
+    recipe = tmp_path / "stages.yaml"
+    recipe.write_text(
+        f"extends: {CONFIGS}/quickstart.yaml\nrun_dir: r\nstages:\n  - name: a\n  - name: b\n"
+        "    model: {rope_scaling: {kind: yarn, factor: 4.0, original_length: 256}}\n"
+        "    training: {seq_length: 512, global_batch_size: 16, loss_chunk: 64}\n"
+        "    data: {upsampling: {mode: per_source, long_tokens: 128}}\n"
+        "    optimizer: {lr: 8.0e-4}\n  - name: c\n"
+        "    model: {rope_scaling: {kind: yarn, factor: 8.0, original_length: 256}}\n"
+        "    parallel: {zero_stage: 2}\n"
+    )
+    a, b, c = load_stages(recipe)
+    run_plan((a, b, c))
+    _, second, third = capsys.readouterr().out.split("changes of ")
+    assert second.splitlines()[0] == (
+        "r/a: model.rope_scaling null -> {kind: yarn, factor: 4.0, original_length: 256}; "
+        "data.upsampling.mode none -> per_source; data.upsampling.long_tokens 4096 -> 128; "
+        f"training.seq_length 256 -> 512; training.global_batch_size "
+        f"{a.training.global_batch_size} -> 16; training.loss_chunk "
+        f"null -> 64; optimizer.lr {a.optimizer.lr} -> 0.0008"
+    )
+    assert "model.rope_scaling.factor 4.0 -> 8.0; data.upsampling.mode per_source -> none" in third
+    assert "parallel.zero_stage 1 -> 2" in third
+
+
+def test_a_longer_context_without_a_change_of_rope_is_a_warning(tmp_path, capsys):
+    def warned(*changes: str) -> bool:
+        recipe = tmp_path / "stages.yaml"
+        names = "".join(f"  - {{name: s{n}, {each}}}\n" for n, each in enumerate(changes))
+        recipe.write_text(f"extends: {CONFIGS}/quickstart.yaml\nrun_dir: r\nstages:\n{names}")
+        run_plan(load_stages(recipe), as_json=True)
+        return json.loads(capsys.readouterr().out)[-1]["warnings"][-1:] == [
+            "training.seq_length rises from 256 (r/s0) to 512, and model.rope_theta and "
+            "model.rope_scaling are unchanged; a longer context usually needs a larger "
+            "model.rope_theta, or model.rope_scaling"
+        ]
+
+    longer = "training: {seq_length: 512}"
+    assert warned("", longer)
+    assert warned("", "training: {seq_length: 128}", longer)
+    assert not warned("", "training: {seq_length: 256}")
+    assert not warned("", f"{longer}, model: {{rope_theta: 5.0e+5}}")
+    assert not warned(longer, "training: {seq_length: 128}", longer)
+    assert not warned(f"checkpoint: {{start_from: {tmp_path}/unknown}}", longer)
+
+
 def test_a_run_dir_is_printed_as_it_is(capsys):
     stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
     run_plan(stages)
