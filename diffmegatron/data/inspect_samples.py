@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from rich.text import Text
 
 from diffmegatron.config.schema import Recipe
-from diffmegatron.data.index.corpus_manifest import LengthBin
+from diffmegatron.data.index.corpus_manifest import LengthBin, length_histogram
 from diffmegatron.data.loader import collate
-from diffmegatron.data.sampling.document_order import Split
-from diffmegatron.data.sampling.samples import Samples, open_samples
+from diffmegatron.data.sampling.document_order import Split, select_split
+from diffmegatron.data.sampling.samples import Samples, SourceSamples, open_samples
 from diffmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from diffmegatron.errors import UserError
 from diffmegatron.files import check_replaceable, format_path, write_picture
@@ -47,7 +48,7 @@ def inspect(
     yield Text(title, style="bold").append(
         mixture_table(opened, first, batches * size), style="not bold"
     )
-    title = "lengths of documents, before and after up-sampling\n"
+    title = "lengths of documents without end tokens, before and after up-sampling\n"
     yield Text(title, style="bold").append(length_table(opened), style="not bold")
     if lengths is not None:
         plot_lengths(opened, lengths)
@@ -57,15 +58,19 @@ def inspect(
 def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int) -> Text:
     """Return a line about a sample, followed by its first ``max_tokens`` tokens as text.
 
-    Tokens without loss are dim and in brackets. Each document after the first begins a new line.
+    Tokens without loss are dim and in brackets. Each document after the first begins a new line,
+    and so does padding, of which only the number of tokens is shown.
     """
     sample = samples[index]
     counted = collate([sample], samples.config).loss_mask[0].bool().tolist()
-    starts = {*sample.starts.tolist()[1:]}
+    starts = {*sample.starts.tolist()[1:]} - {sample.filled}
+    documents, padding = len(starts) + 1, len(sample.tokens) - sample.filled
     text = Text(f"sample {index} from {sample.source}", style="bold")
-    text.append(f", {len(starts) + 1} documents, {sum(counted)} labels\n", style="not bold")
+    text.append(
+        f", {documents} document{'s' * (documents > 1)}, {sum(counted)} labels\n", style="not bold"
+    )
     # The first token of a sample is never a label, so it is shown in the style of the second token.
-    labels = [*counted[:1], *counted][:max_tokens]
+    labels = [*counted[:1], *counted][: min(max_tokens, sample.filled)]
     changes = (n for n in range(1, len(labels)) if n in starts or labels[n] != labels[n - 1])
     for begin, end in pairwise([0, *changes, len(labels)]):
         if begin in starts:
@@ -75,6 +80,9 @@ def decoded(samples: Samples, index: int, tokenizer: Tokenizer, max_tokens: int)
             text.append(part, style="not bold")
         else:
             text.append(f"{_MASKED[0]}{part}{_MASKED[1]}", style="not bold dim")
+    if padding and sample.filled < max_tokens:
+        text.append("\n┃ ", style="bold cyan")
+        text.append(f"({padding} tokens of padding)", style="not bold dim")
     return text
 
 
@@ -82,16 +90,17 @@ def length_table(samples: Samples) -> str:
     """Return a table of document lengths before and after length up-sampling.
 
     Each row has the number of a source's documents of 2**k to 2**(k + 1) - 1 tokens, and their
-    share of the tokens. The lengths include the end-of-document token.
+    share of the tokens. As for ``data.upsampling.long_tokens``, no end-of-document token counts.
     """
     lines = [
         f"{'':<16} {'tokens,':>9} {'documents':>23} {'share of tokens':>17}",
         f"{'source':<16} {'at least':>9} {'before':>11} {'after':>11} {'before':>8} {'after':>8}",
     ]
     for source in samples.sources.values():
-        order, name = source.order, Path(source.corpus.prefix).name
-        before, after = order.split_lengths, {part.at_least: part for part in order.lengths}
-        total_before, total_after = _tokens(before), max(1, _tokens(order.lengths))
+        name = Path(source.corpus.prefix).name
+        before, kept_bins = _histograms(source)
+        after = {part.at_least: part for part in kept_bins}
+        total_before, total_after = _tokens(before), max(1, _tokens(kept_bins))
         for part in before:
             kept = after.get(part.at_least, LengthBin(at_least=1, documents=0, tokens=0))
             lines.append(
@@ -99,6 +108,17 @@ def length_table(samples: Samples) -> str:
                 f"{part.tokens / total_before:>8.2%} {kept.tokens / total_after:>8.2%}"
             )
     return "\n".join(lines)
+
+
+def _histograms(source: SourceSamples) -> list[tuple[LengthBin, ...]]:
+    """Return the length histograms before and after length up-sampling."""
+    lengths, order = source.corpus.lengths, source.order
+    split = select_split(len(lengths), order.selection)
+    # Every document ends with an end-of-document token.
+    return [
+        length_histogram([np.maximum(1, lengths[documents].astype(np.int64) - 1)])
+        for documents in (split, order.documents)
+    ]
 
 
 def plot_lengths(samples: Samples, path: Path) -> None:
@@ -112,15 +132,12 @@ def plot_lengths(samples: Samples, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(sources), 1, squeeze=False)[:, 0]
     for source, axes in zip(sources, panels, strict=True):
-        order = source.order
-        for label, bins, offset in (
-            ("before", order.split_lengths, -0.2),
-            ("after", order.lengths, 0.2),
-        ):
+        before, after = _histograms(source)
+        for label, bins, offset in (("before", before, -0.2), ("after", after, 0.2)):
             places = [part.at_least.bit_length() - 1 + offset for part in bins]
             shares = [100 * part.tokens / max(1, _tokens(bins)) for part in bins]
             axes.bar(places, shares, width=0.4, label=f"{label} ({_tokens(bins):,} tokens)")
-        exponents = [part.at_least.bit_length() - 1 for part in order.split_lengths]
+        exponents = [part.at_least.bit_length() - 1 for part in before]
         axes.set_xticks(exponents, [_binary(exponent) for exponent in exponents], fontsize=8)
         axes.set_title(Path(source.corpus.prefix).name, fontsize=10, loc="left")
         axes.set_ylabel("% of tokens")

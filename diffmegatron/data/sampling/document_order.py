@@ -38,6 +38,7 @@ class DocumentOrder:
     ends: np.ndarray  # int64 [n]: number of tokens of the stream up to the end of each document
     split_lengths: tuple[LengthBin, ...]  # length histogram of all documents of the split
     lengths: tuple[LengthBin, ...]  # length histogram of the n documents
+    selection: Selection
 
     @cached_property
     def tokens(self) -> int:
@@ -59,6 +60,7 @@ def open_order(corpus: Corpus, selection: Selection, cache: Path) -> DocumentOrd
         arrays["ends"],
         split_lengths=_bins(summary["split_lengths"]),
         lengths=_bins(summary["lengths"]),
+        selection=selection,
     )
     if order.split_lengths and not order.tokens:
         raise UserError(

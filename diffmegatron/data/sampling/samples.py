@@ -30,6 +30,7 @@ class Sample:
     starts: np.ndarray  # int64 [n]: index in tokens where each document or padding begins
     loss_mask: np.ndarray | None  # bool [s + 1]: True for labels with loss; None if all have loss
     source: str  # prefix of the corpus
+    filled: int  # number of tokens before the padding; s + 1 without padding
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class SourceSamples:
         self._check_ids(tokens[:filled])
         tokens[filled:] = self.corpus.manifest.tokenizer.end_of_document
         starts = np.concatenate([[0], ends if filled < len(tokens) else ends[:-1]])
-        return Sample(tokens, starts, self._loss_mask(pieces, filled), self.corpus.prefix)
+        mask = self._loss_mask(pieces, filled)
+        return Sample(tokens, starts, mask, self.corpus.prefix, filled)
 
     def describe_shortage(self, count: int) -> str:
         """Return an error message if the source has fewer than ``count`` samples, else ""."""

@@ -56,6 +56,20 @@ def test_tokens_without_loss_are_bracketed(tmp_path: Path) -> None:
     )
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert f"\n⟦{prompt}⟧Hello<|im_end|><|endoftext|>" in output
+    output = inspect(
+        f"data.sources={sources}", "data.packing=best_fit", "--samples=1", "--max-tokens=999"
+    )
+    sample = output.partition("mixture over")[0].rstrip()
+    shown = sample.count("Hello")
+    tokens = (
+        open_samples(DataConfig(tokenizer="bytes", sources=json.loads(sources)), 256, 1, "train")
+        .sources.popitem()[1]
+        .corpus.lengths[0]
+    )
+    left = 257 - shown * int(tokens)  # A sequence of 256 tokens has a label after its last token.
+    assert f", {shown} documents, " in sample
+    assert sample.endswith(f"\n┃ ({left} tokens of padding)") and left > 0
+    assert sample.count("<|endoftext|>") == shown
 
 
 def test_inspect_writes_the_lengths_as_png(
@@ -110,9 +124,25 @@ def test_length_table_shows_what_upsampling_does(samples: Samples) -> None:
     rows = {
         tuple(line.split()[:2]): line.split()[2:] for line in length_table(samples).splitlines()
     }
-    assert rows["web", "8"] == ["90", "0", "47.37%", "0.00%"]
-    assert rows["web", "64"] == ["10", "10", "52.63%", "100.00%"]
+    # The texts have 9 and 99 tokens: 810 of 1,800 are in short ones.
+    assert rows["web", "8"] == ["90", "0", "45.00%", "0.00%"]
+    assert rows["web", "64"] == ["10", "10", "55.00%", "100.00%"]
     assert rows["code", "64"] == ["20", "20", "100.00%", "100.00%"]
+
+
+def test_length_table_counts_tokens_as_upsampling_does(tmp_path: Path) -> None:
+    """Check documents whose end-of-document token would lift them over ``long_tokens``."""
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{"x" * n}"}}\n' for n in (63, 64, 65)))
+    prepare([tmp_path / "x.jsonl"], tmp_path / "x", "bytes", show_progress=False)
+    config = DataConfig(
+        tokenizer="bytes",
+        sources=[{"path": str(tmp_path / "x")}],
+        upsampling={"mode": "per_source", "long_tokens": 64, "keep_short": 0.0},
+        validation_fraction=0,
+    )
+    table = length_table(open_samples(config, 32, 1, "train"))
+    rows = [line.split()[1:4] for line in table.splitlines()[2:]]
+    assert rows == [["32", "1", "0"], ["64", "2", "2"]]
 
 
 def test_mixture_table_counts_what_was_drawn(samples: Samples) -> None:

@@ -267,7 +267,8 @@ def concatenated(
 ) -> SourceSamples:
     corpus: Any = _Corpus(lengths)
     documents = np.random.default_rng(seed).permutation(len(lengths))
-    order = DocumentOrder(documents, np.cumsum(corpus.lengths[documents], dtype=np.int64), (), ())
+    ends = np.cumsum(corpus.lengths[documents], dtype=np.int64)
+    order = DocumentOrder(documents, ends, (), (), selection("train"))
     blocks: Blocks = Concatenated(corpus, order, seq_length)
     key = derive_key(seed)
     return SourceSamples(corpus, order, blocks, seq_length, key, repeat)

@@ -270,7 +270,7 @@ def test_a_batch_that_does_not_divide_is_refused(corpora: tuple[str, str]) -> No
 
 def sample(starts: list[int], learned: list[int] | None = None) -> Sample:
     mask = None if learned is None else np.array(learned, dtype=bool)
-    return Sample(np.arange(7, dtype=np.int64), np.array(starts), mask, "memory")
+    return Sample(np.arange(7, dtype=np.int64), np.array(starts), mask, "memory", 7)
 
 
 def test_plain_batches_ignore_document_boundaries() -> None:
