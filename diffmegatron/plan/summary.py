@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from diffmegatron.attention.costs import costs_of
 from diffmegatron.attention.kinds.kind import window_in
+from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.config.width_scaling import scaling_in_words
 from diffmegatron.data.tokenizers import check_vocabulary, vocabulary_size
@@ -26,6 +27,8 @@ from diffmegatron.plan.timing import TimeEstimate, estimate_time
 from diffmegatron.plan.traffic import Traffic, count_traffic
 
 DEFAULT_HARDWARE = "H100"
+# Share of the parameters by which the baseline may differ and still count as equal.
+_EQUAL_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Plan:
             layer with a window keeps as many as it shows; None without windows.
         served_cache_bytes_per_token: the same in a serving engine.
         width_scaling: factors of muP for matrices of layers, in words; None without muP.
+        baseline_equal_ffn: ``model.ffn_hidden_size`` with which the baseline has nearly as many
+            parameters as the network; None if they differ by at most 0.5% without it.
         parameters: numbers of parameters of the unsharded network.
         memory: memory of a rank, one entry per pipeline stage.
         traffic: bytes per step that a rank sends, in the pipeline stage that sends most.
@@ -65,6 +70,7 @@ class Plan:
     baseline_num_heads: int
     baseline_parameters: int
     baseline_flops_per_token: Flops
+    baseline_equal_ffn: int | None
     layout: RankLayout
     parameters: Parameters
     trained_parameters: int
@@ -150,6 +156,7 @@ def plan_recipe(
         baseline_num_heads=baseline.attention.num_heads,
         baseline_parameters=count_parameters(baseline).total,
         baseline_flops_per_token=count_flops(baseline, training.seq_length),
+        baseline_equal_ffn=_equal_ffn(model, baseline, recipe.parallel.tensor),
         layout=layout,
         parameters=count_parameters(model),
         trained_parameters=count_trained(recipe),
@@ -162,6 +169,16 @@ def plan_recipe(
         assumptions=sentences(recipe, found),
         warnings=warnings(recipe, layout, memory, found.name),
     )
+
+
+def _equal_ffn(model: ModelConfig, baseline: ModelConfig, tensor: int) -> int | None:
+    """Return :attr:`Plan.baseline_equal_ffn`, a multiple of the tensor-parallel size."""
+    wanted, given = count_parameters(model).total, count_parameters(baseline).total
+    if abs(given - wanted) <= _EQUAL_SHARE * wanted or model.lora is not None:
+        return None
+    per_channel = 3 * model.hidden_size * model.num_layers
+    ffn = model.ffn_hidden_size + (wanted - given) / per_channel
+    return max(1, round(ffn / tensor)) * tensor
 
 
 def _kv_cache_bytes(recipe: Recipe) -> int | None:

@@ -38,6 +38,13 @@ def print_plan(plan: Plan, console: Console, previous: Plan | None = None) -> No
     if _NETWORK not in same:
         console.print(f"[bold]{plan.attention}[/bold] attention: {plan.heads}", highlight=False)
         console.print(f"Baseline Transformer: {_baseline(plan)}", highlight=False)
+        if plan.baseline_equal_ffn is not None:
+            console.print(
+                "  with as many parameters: model.baseline=true "
+                f"model.ffn_hidden_size={plan.baseline_equal_ffn}",
+                highlight=False,
+                soft_wrap=True,
+            )
         console.print(_parameter_table(plan))
     console.print(_run_table(plan))
     if _MEMORY not in same:

@@ -436,6 +436,24 @@ def test_a_longer_context_without_a_change_of_rope_is_a_warning(tmp_path, capsys
     assert not warned(f"checkpoint: {{start_from: {tmp_path}/unknown}}", longer)
 
 
+def test_the_equal_baseline_is_that_of_the_study_and_has_as_many_parameters():
+    """Compare with the pair of the studies: V2 with 444 channels, and softmax with 512."""
+    study = CONFIGS.parent / "tools/benchmarks/studies/english_small.yaml"
+    v2 = ["model.attention.kind=diff_v2", "model.ffn_hidden_size=444", "run_dir=r"]
+    plan = plan_recipe(load_recipe(study, [*v2, "optimizer.lr=1e-3"]))
+    assert plan.baseline_equal_ffn == 512
+    assert "model.baseline=true model.ffn_hidden_size=512\n" in printed(plan)
+    large = ["model.attention.kind=diff_v2", "parallel.tensor=8"]
+    plan = plan_recipe(load(*large, path=LARGE))
+    pasted = ["model.baseline=true", f"model.ffn_hidden_size={plan.baseline_equal_ffn}"]
+    baseline = plan_recipe(load(*large, *pasted, path=LARGE))
+    assert baseline.attention == "softmax" and plan.attention == "diff_v2"
+    # Eight channels of every layer are 0.02% of the network.
+    assert abs(baseline.parameters.total / plan.parameters.total - 1) < 1e-3
+    assert plan.baseline_parameters < 0.995 * plan.parameters.total
+    assert plan_recipe(load()).baseline_equal_ffn is baseline.baseline_equal_ffn is None
+
+
 def test_a_run_dir_is_printed_as_it_is(capsys):
     stages = [load("run_dir='[/x] [bold]y'"), load("run_dir=z")]
     run_plan(stages)
