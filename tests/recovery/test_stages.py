@@ -116,6 +116,12 @@ def test_each_stage_starts_with_the_weights_of_the_previous_one(
     assert f"weights of {second}/checkpoints/step_00000003\nchanges of {second}: " in said
 
 
+def test_a_run_with_a_longer_context_and_unchanged_rope_begins_with_a_warning(staged, caplog):
+    assert train_stages(load_stages(staged, ["stages.long.model.rope_theta=1e4"]))
+    assert "training.seq_length rises from 64 (" in caplog.text
+    assert "/run/short) to 128, and model.rope_theta and model.rope_scaling are" in caplog.text
+
+
 class _SignalAtTheEnd(Hook):
     """Hook that sends SIGTERM to this process when the first stage is finished and saved."""
 
