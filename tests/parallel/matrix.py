@@ -3,7 +3,8 @@
 One launch for each number of ranks trains all layouts with this number, one after the other. Each
 layout is compared with one process that trains the same model. ``test_layouts.py`` asserts that the
 differences are small. ``python -m tests.parallel.matrix`` writes the differences into the table of
-docs/results/layout_matrix.md and into docs/results.
+docs/results/layout_matrix.md and into docs/results. With the Python files of Transformer Engine, it
+also trains the layouts in FP8 (:mod:`tests.transformer_engine`). Without them, it keeps their rows.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +29,8 @@ from tests.conftest import TINY, prepare_corpus
 from tests.parallel.worker import train_hashing
 from tests.paths import RESULTS
 from tests.ranks import launch
+from tests.transformer_engine import emulates_fp8, environment
+from tests.transformer_engine.fp8_runs import in_fp8
 
 STEPS = 6
 PAGE = RESULTS / "layout_matrix.md"
@@ -141,6 +144,14 @@ MODELS: dict[str, tuple[str, ...]] = {
     "muon-dex": (*MUON, *DEX_2),
     "muon-pattern": (*MUON, *PATTERN, *TWO),
     "muon-bf16": (*MUON, "training.precision=bf16"),
+}
+
+
+# Models of the layouts in FP8, without their products in FP8: one process trains them in bf16 by
+# Megatron-core's layers.
+FP8_MODELS: dict[str, tuple[str, ...]] = {
+    "fp8": ("training.precision=bf16",),
+    "fp8-deep": ("training.precision=bf16", "model.num_layers=4", *TWO),
 }
 
 
@@ -295,10 +306,31 @@ LAYOUTS = tuple(
 )  # fmt: skip
 
 
+# The ranks of these layouts have Transformer Engine's layers. They save only once.
+LAST = ("checkpoint.interval=6",)
+LATE = ("parallel.overlap_gradients=false",)
+FP8_LAYOUTS = tuple(
+    Layout(model, ranks, words, (*LAST, *overrides))
+    for model, ranks, words, overrides in (
+        ("fp8", 2, "TP2 + SP + recompute + loss chunks",
+         (*SEQUENCE, *LEAN, in_fp8("tensorwise"))),
+        ("fp8-deep", 2, "PP2 interleaved",
+         (*INTERLEAVED, in_fp8("tensorwise", first_layers_bf16=1, last_layers_bf16=2))),
+        ("fp8", 2, "DP2 ZeRO 1", (*SMALL, *LATE, in_fp8("delayed"))),
+        ("fp8", 2, "CP2 ring", (*context(2, "ring"), *LATE, in_fp8("mxfp8"))),
+        ("fp8", 8, "TP2 + SP x PP2 x DP2",
+         (*SEQUENCE, *PIPELINE, *SMALL, in_fp8("tensorwise"))),
+        ("fp8", 8, "TP2 + SP x CP2 ring x DP2 ZeRO 2",
+         (*SEQUENCE, *ZERO2, *TWO, *context(2, "ring"), in_fp8("tensorwise"))),
+    )
+)  # fmt: skip
+
+
 def run_models(recipe_file: Path, out: Path, models: Iterable[str] = MODELS) -> None:
     """Train models in this process, each into a folder of ``out``."""
     for name in models:
-        recipe = load_recipe(recipe_file, [*COMMON, *MODELS[name], f"run_dir={out}/{name}"])
+        overrides = [*COMMON, *(MODELS | FP8_MODELS)[name], f"run_dir={out}/{name}"]
+        recipe = load_recipe(recipe_file, overrides)
         digest = train_hashing(recipe)
         (out / name / "initial.txt").write_text(digest)
 
@@ -309,11 +341,23 @@ def run_layouts(recipe_file: Path, out: Path, ranks: int) -> None:
     launch(ranks, "tests.parallel.worker", *(call(recipe_file, out, each) for each in layouts))
 
 
+def run_fp8_layouts(
+    recipe_file: Path, out: Path, ranks: int, variables: Mapping[str, str] | None = None
+) -> None:
+    """Train the layouts in FP8 of ``ranks`` ranks with Transformer Engine's layers.
+
+    ``variables`` are more environment variables of the ranks.
+    """
+    calls = [call(recipe_file, out, each) for each in FP8_LAYOUTS if each.ranks == ranks]
+    variables = {**environment(), **(variables or {})}
+    launch(ranks, "tests.parallel.worker", *calls, environment=variables)
+
+
 def call(recipe_file: Path, out: Path, layout: Layout) -> list[str]:
     """Return the arguments with which the worker trains a layout."""
     return [
         *(str(recipe_file), str(out), layout.name),
-        *(*COMMON, *MODELS[layout.model], *layout.overrides),
+        *(*COMMON, *(MODELS | FP8_MODELS)[layout.model], *layout.overrides),
     ]
 
 
@@ -370,12 +414,17 @@ def gradient_difference(run: Path, reference: Path, step: int = 1) -> tuple[floa
     return (off.sum() / whole.sum()).sqrt().item(), relative.sqrt().max().item()
 
 
-def measure(out: Path) -> list[dict[str, object]]:
-    """Return a row for each layout: differences between its run in ``out`` and one process."""
+def measure(out: Path, layouts: Iterable[Layout]) -> list[dict[str, object]]:
+    """Return a row for each layout: differences between its run in ``out`` and one process.
+
+    The gradients of layouts in FP8 are not compared.
+    """
     rows = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         run, reference = out / layout.name, out / layout.model
-        of_all, of_one_parameter = gradient_difference(run, reference)
+        of_all, of_one_parameter = None, None
+        if layout.model in MODELS:
+            of_all, of_one_parameter = gradient_difference(run, reference)
         initial = (folder / "initial.txt" for folder in (run, reference))
         rows.append(
             {
@@ -401,7 +450,8 @@ def table(rows: list[dict[str, object]]) -> str:
     for row in rows:
         bits = "same bits" if row["same_initial_bits"] else "differ"
         differences = " | ".join(
-            f"{row[key]:.0e}" for key in ("loss", "gradient", "gradient_of_one_parameter")
+            "" if row[key] is None else f"{row[key]:.0e}"
+            for key in ("loss", "gradient", "gradient_of_one_parameter")
         )
         lines.append(
             f"| {row['layout']} | {row['model']} | {row['ranks']} | {bits} | {differences} |"
@@ -422,23 +472,37 @@ def write_results(rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     """Run the matrix and write its rows to docs/results and docs/results/layout_matrix.md."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tests.parallel.matrix",
         description="Train every layout and, in one process, its model, which takes minutes on two "
         "cores; then write docs/results/layout_matrix.json and the table of "
         "docs/results/layout_matrix.md.",
-    ).parse_args()
+    )
+    parser.add_argument(
+        "--only-fp8", action="store_true", help="layouts in FP8; other rows stay as they are"
+    )
+    only_fp8 = parser.parse_args().only_fp8
+    before = json.loads((RESULTS / "layout_matrix.json").read_text())["rows"]
+    rows = [row for row in before if row["model"] not in FP8_MODELS]
+    fp8 = [row for row in before if row["model"] in FP8_MODELS]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
         forks.open_folder()
         exits.callback(forks.close_folder)
         out = Path(folder)
         corpus = prepare_corpus(out / "corpus")
-        (out / "tiny.yaml").write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
-        run_models(out / "tiny.yaml", out)
-        for ranks in sorted({layout.ranks for layout in LAYOUTS}):
-            run_layouts(out / "tiny.yaml", out, ranks)
-        rows = measure(out)
-    write_results(rows)
+        file = out / "tiny.yaml"
+        file.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
+        if not only_fp8:
+            run_models(file, out)
+            for ranks in sorted({layout.ranks for layout in LAYOUTS}):
+                run_layouts(file, out, ranks)
+            rows = measure(out, LAYOUTS)
+        if only_fp8 or emulates_fp8():
+            run_models(file, out, FP8_MODELS)
+            for ranks in sorted({layout.ranks for layout in FP8_LAYOUTS}):
+                run_fp8_layouts(file, out, ranks)
+            fp8 = measure(out, FP8_LAYOUTS)
+    write_results(rows + fp8)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.conftest import TINY
 from tests.parallel.matrix import (
     BEGIN,
     END,
+    FP8_LAYOUTS,
     LAYOUTS,
     MODELS,
     PAGE,
@@ -271,7 +272,10 @@ def test_the_matrix_reaches_every_model_and_size():
 
 def test_the_docs_show_every_layout():
     shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = [f"| {layout.words} | {layout.model} | {layout.ranks} | same" for layout in LAYOUTS]
+    rows = [
+        f"| {layout.words} | {layout.model} | {layout.ranks} | same"
+        for layout in (*LAYOUTS, *FP8_LAYOUTS)
+    ]
     assert [row for row in rows if row not in shown] == []
     assert len(shown.strip().splitlines()) == len(rows) + 2
 

@@ -22,15 +22,13 @@ from diffmegatron.training.trainer import train
 from tests.conftest import TINY
 from tests.parallel.matrix import (
     COMMON,
-    INTERLEAVED,
+    FP8_LAYOUTS,
+    FP8_MODELS,
     LAYOUTS,
-    LEAN,
-    SEQUENCE,
-    SMALL,
     call,
-    context,
     gradient_difference,
     loss_difference,
+    run_fp8_layouts,
     run_models,
     series,
 )
@@ -62,19 +60,6 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 needs_fp8 = pytest.mark.skipif(
     not emulates_fp8(), reason="the stand-in has no FP8 for this version of Transformer Engine"
 )
-# Runs in FP8 on two ranks, which are compared with bf16 runs of local layers in one process.
-BF16 = ("training.precision=bf16",)
-DEEP = (*BF16, "model.num_layers=4", "training.micro_batch_size=2", "checkpoint.interval=6")
-FP8_LAYOUTS = {
-    "fp8:tp2+sp+recompute": (*BF16, *SEQUENCE, *LEAN, in_fp8("tensorwise")),
-    "fp8:pp2-interleaved": (
-        *DEEP, *INTERLEAVED, in_fp8("tensorwise", first_layers_bf16=1, last_layers_bf16=2),
-    ),
-    "fp8:dp2": (*BF16, *SMALL, in_fp8("delayed"), "parallel.overlap_gradients=false"),
-    "fp8:cp2-ring": (
-        *BF16, *context(2, "ring"), in_fp8("mxfp8"), "parallel.overlap_gradients=false",
-    ),
-}  # fmt: skip
 HALF = ("optimizer.schedule.warmup_steps=1", "training.micro_batch_size=2", "training.steps=3")
 WHOLE = (*HALF, "training.steps=6")
 
@@ -181,7 +166,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
     file = out / "tiny.yaml"
     file.write_text(TINY.format(run_dir=out / "unused", corpus=corpus))
-    run_models(file, out, sorted({layout.model for layout in CHOSEN}))
+    run_models(file, out, [*sorted({layout.model for layout in CHOSEN}), *FP8_MODELS])
 
     def train_here(name: str, *overrides: str) -> None:
         train(load_recipe(file, [*COMMON, *overrides, f"run_dir={out}/{name}"]))
@@ -190,7 +175,6 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         layout = ("parallel.tensor=2", "parallel.sequence_parallel=true")
         return [str(file), str(out), name, *COMMON, *overrides, *layout]
 
-    train_here("bf16 deep", *DEEP)
     train_here("local", *HALF)
     train_here("local", *WHOLE)
     train_here("then_other", *HALF)
@@ -200,13 +184,12 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(call(file, out, layout) for layout in CHOSEN),
         there("then_local", *HALF),
         there("then_other", *WHOLE),
-        *(
-            [str(file), str(out), name, *COMMON, "checkpoint.interval=6", *overrides]
-            for name, overrides in FP8_LAYOUTS.items()
-            if emulates_fp8()
-        ),
+        *(call(file, out, each) for each in FP8_LAYOUTS if emulates_fp8() and each.ranks == 2),
         environment=environment() | {RECORDS: str(out)},
     )
+    if emulates_fp8():
+        (out / "eight").mkdir()
+        run_fp8_layouts(file, out, 8, {RECORDS: str(out / "eight")})
     train_here("then_local", *WHOLE)
     return out
 
@@ -238,7 +221,10 @@ def test_a_checkpoint_of_one_host_is_resumed_by_the_other(name, runs):
 
 @pytest.mark.parametrize(
     ("environment_of", "name"),
-    [(dict, "fp8:tp2+sp+recompute" if emulates_fp8() else "v2:tp2"), (environment, "v2:tp2+sp")],
+    [
+        (dict, "fp8:tp2+sp+recompute+loss-chunks" if emulates_fp8() else "v2:tp2"),
+        (environment, "v2:tp2+sp"),
+    ],
     ids=HOSTS,
 )
 def test_a_transformer_engine_checkpoint_exports_in_both_hosts(
@@ -354,11 +340,25 @@ def test_a_gpu_of_the_wrong_generation_is_refused(results):
 
 
 @needs_fp8
-@pytest.mark.parametrize("name", FP8_LAYOUTS)
-def test_layouts_in_fp8_have_the_losses_of_bf16_within_a_percent(name, runs):
-    reference = runs / ("bf16 deep" if name == "fp8:pp2-interleaved" else "bf16")
-    assert loss_difference(runs / name, reference) < 0.01
-    assert series(runs / name, "train/loss") != series(reference, "train/loss")
+@pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda layout: layout.name)
+def test_layouts_in_fp8_have_the_losses_of_bf16_within_a_percent(layout, runs):
+    run_dir, reference = runs / layout.name, runs / layout.model
+    initial = [(folder / "initial.txt").read_text() for folder in (run_dir, reference)]
+    assert initial[0] == initial[1]
+    assert loss_difference(run_dir, reference) < 0.01
+    assert series(run_dir, "train/loss") != series(reference, "train/loss")
+
+
+@needs_fp8
+def test_layouts_with_three_kinds_of_parallelism_enter_contexts(runs):
+    """Check the contexts of ranks of both pipeline stages; a context has all ranks of its stage."""
+    steps, microbatches = 6, 2
+    for rank in (0, 7):
+        pipeline, ring = read_records(runs / "eight", rank)
+        stage, rows = rank // 4, range(8)
+        entered = in_fp8_steps("tensorwise", [stage], rows[4 * stage : 4 * stage + 4])
+        assert pipeline[1] == steps * microbatches * entered
+        assert ring[1] == steps * in_fp8_steps("tensorwise", [0, 1], rows)
 
 
 @needs_fp8
