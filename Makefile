@@ -1,7 +1,9 @@
 # `make quickstart` and `make test` need Python 3.11, 3.12 or 3.13 and gcc.
 # PYTHON is the newest of them that starts: a version manager's stub may exist without its Python.
+# It is looked for once, when a recipe first needs it, because such a stub may take seconds.
 starts = $(shell $(1) -c '' 2>/dev/null && echo $(1))
-PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(call starts,$(name))))
+newest = $(or $(call starts,python3.13),$(call starts,python3.12),$(call starts,python3.11),$(call starts,python3))
+PYTHON ?= $(eval PYTHON := $(newest))$(PYTHON)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # A command that pipes its output fails if any part of it fails.
@@ -103,7 +105,8 @@ clean:
 
 # uv where it is found, else pip; uv does not read pip's index, so where one is set, pip installs. pip's
 # output becomes one line that shows the progress. Neither compiles the thousands of modules that nobody imports.
-PIP_INDEX = $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(shell $(PYTHON) -m pip config list 2>/dev/null | grep index-url=)
+set_indexes = $(shell $(PYTHON) -m pip config list 2>/dev/null | grep index-url=)
+PIP_INDEX = $(eval PIP_INDEX := $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL)$(set_indexes))$(PIP_INDEX)
 UV = $(if $(PIP_INDEX),,$(shell command -v uv 2>/dev/null))
 INSTALL = $(call $(if $(UV),UV_INSTALL,PIP_INSTALL),$(1))
 UV_INSTALL = uv pip install --python $(BIN)/python --constraint constraints.txt $(1)
@@ -117,7 +120,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints
 define CREATE
 @test -n '$(PYTHON)' || { echo 'diffmegatron needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one, or give its path as PYTHON=' >&2; exit 1; }
 @$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("diffmegatron needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; install one of them, or give its path as PYTHON=")'
-@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes minutes."
+@echo "Installing into $(VENV) with $$($(PYTHON) --version) ($(PYTHON)) takes a minute or two."
 $(PYTHON) -m venv $(VENV)
 $(call INSTALL,torch --editable $(1))
 touch $@
