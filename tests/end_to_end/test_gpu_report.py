@@ -18,11 +18,9 @@ from tests.simulated_cuda.library import UnavailableError
 from tests.simulated_cuda.simulate import Case, SimulationError, try_simulate
 from tools.benchmarks import gpu_report
 from tools.benchmarks.__main__ import main
-from tools.benchmarks.gpu_report import REHEARSAL, STEPS, fill_in
+from tools.benchmarks.gpu_report import PAGE, REHEARSAL, STEPS, fill_in
 from tools.benchmarks.gpu_report_page import Finding, Result, summarize
 
-# Ten times the seconds of a GPU's machine, because this machine may be busy.
-PATIENCE = "--seconds=5400"
 TRAINING = {step.name: step for step in STEPS if step.name.startswith("train_")}
 
 
@@ -54,7 +52,7 @@ def rehearsed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", forks.python())
-        assert main(["gpu_report", "--rehearse", PATIENCE, f"--out={folder}"]) == 0
+        assert main(["gpu_report", "--rehearse", f"--out={folder}"]) == 0
     return folder
 
 
@@ -71,11 +69,11 @@ def test_every_step_of_a_rehearsal_succeeds(rehearsed):
     assert rows["tune"]["is_right"] and "differential " in rows["tune"]["sentence"]
     assert "softmax" in rows["export"]["sentence"] and "tokens/s" in rows["export"]["sentence"]
     page = (rehearsed / "gpu_report.md").read_text()
-    assert "**Wrong: nothing.** Unfinished: nothing." in page
+    assert "**Wrong: nothing. Failed: nothing.** Unfinished: nothing." in page
 
 
 def test_a_killed_report_leaves_the_ended_steps_and_no_process(tmp_path):
-    command = [forks.python(), "-m", "tools.benchmarks", "gpu_report", "--rehearse", PATIENCE]
+    command = [forks.python(), "-m", "tools.benchmarks", "gpu_report", "--rehearse"]
     report = subprocess.Popen([*command, f"--out={tmp_path}"], cwd=ROOT)
     while not (tmp_path / "kernels.log").exists():
         assert report.poll() is None
@@ -106,6 +104,22 @@ def test_a_late_step_ends_and_the_next_one_runs(tmp_path, monkeypatch):
     assert {row["status"] for row in rows} == {"not started"}
 
 
+def test_a_failed_step_is_named_with_the_last_line_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "STEPS", (gpu_report.Step("tune", 60, ["no_module"]),))
+    with pytest.raises(SystemExit, match="1"):
+        main(["gpu_report", f"--out={tmp_path}"])
+    (row,) = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert row["sentence"].startswith("tune.log ends with: ")
+    assert row["sentence"].endswith("No module named no_module")
+    assert "**Wrong: nothing. Failed: tune.** Unfinished: n" in (tmp_path / PAGE).read_text()
+
+
+def test_a_report_without_pytest_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "find_spec", lambda _: None)
+    assert main(["gpu_report", f"--out={tmp_path / 'report'}"]) == 2
+    assert "run 'make install'" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").touch()
     assert main(["gpu_report", f"--out={tmp_path}"]) == 2
@@ -122,7 +136,7 @@ def test_only_the_files_of_an_earlier_report_are_replaced(rehearsed, tmp_path):
     (tmp_path / "report" / "thesis.tex").touch()
     gpu_report.clear(tmp_path / "report")
     left = {path.name for path in (tmp_path / "report").iterdir()}
-    assert left == {"thesis.tex", "work", gpu_report.PAGE}
+    assert left == {"thesis.tex", "work", PAGE}
 
 
 @pytest.mark.parametrize(("stopped", "statuses"), [(1, (0, 75, 0)), (None, (0, 0, 0))])
@@ -186,7 +200,8 @@ def test_failed_tests_and_a_rising_loss_are_found(tmp_path):
     entries = [{"step": step, "train/loss": loss} for step, loss in ((1, 2.0), (2, 2.5))]
     (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert summarize("train_diff_v1", tmp_path) == Finding("loss 2.000 to 2.500 at step 2", False)
-    assert summarize("layer", tmp_path) == Finding("layer.log has the reason")
+    (tmp_path / "layer.log").write_text("$ python -m a\nout of | memory\n\n")
+    assert summarize("layer", tmp_path) == Finding("layer.log ends with: out of / memory")
 
 
 @pytest.fixture(scope="module")

@@ -208,8 +208,7 @@ def _gpu_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=count,
-        default=540,
-        help="deadline of all steps (default %(default)s); each step has its share of them",
+        help="deadline of all steps (default 540, with --rehearse 5400); each has its share",
     )
     parser.add_argument("--rehearse", action="store_true", help="use tiny sizes, on any machine")
 

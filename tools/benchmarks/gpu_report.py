@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.operations.installed_code import git_commit, library_versions
-from tools.benchmarks.gpu_report_page import DONE, Result, summarize, write_page
+from tools.benchmarks.gpu_report_page import DONE, FAILED, Result, summarize, write_page
 from tools.benchmarks.json_report import write_json_report
 from tools.paths import ROOT
 
@@ -151,14 +152,18 @@ REHEARSAL = {
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run all steps, and write the report after each."""
+    """Run all steps, and write the report after each; exit with 1 if a step failed or is wrong."""
+    if find_spec("pytest") is None:
+        raise UserError("gpu_report runs tests, and pytest is not installed; run 'make install'")
     folder = arguments.out.absolute()
     clear(folder)
-    started, share = time.monotonic(), arguments.seconds / SECONDS
+    # A rehearsal shows whether the steps work, on a machine that may be slow or busy.
+    seconds = arguments.seconds or (10 * SECONDS if arguments.rehearse else SECONDS)
+    started, share = time.monotonic(), seconds / SECONDS
     machine = describe_machine()
     results: list[Result] = []
     for step in STEPS:
-        left = started + arguments.seconds - time.monotonic()
+        left = started + seconds - time.monotonic()
         limit = min(step.seconds * share, left)
         print(f"{step.name} (at most {max(limit, 0):.0f} s)", flush=True)
         commands = fill_in(step, folder, REHEARSAL if arguments.rehearse else SIZES)
@@ -166,6 +171,8 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"  {results[-1].decision}: {results[-1].sentence}", flush=True)
         write_report(folder, machine, results)
     print(f"wrote {folder / PAGE}")
+    if any(result.has_failed or result.decision == "wrong" for result in results):
+        sys.exit(1)
 
 
 def clear(folder: Path) -> None:
@@ -214,9 +221,9 @@ def run_step(step: Step, commands: Sequence[Sequence[str]], folder: Path, second
             if code in (LATE, LATE_AND_KILLED):
                 status = "stopped at its deadline"
             elif number == step.stopped and code == 0:
-                status = "failed, because a run ended that should have been stopped"
+                status = f"{FAILED}, because a run ended that should have been stopped"
             elif code != (STOPPED if number == step.stopped else 0):
-                status = f"failed with status {code}"
+                status = f"{FAILED} with status {code}"
             if status != DONE:
                 break
     finding = summarize(name, folder)

@@ -10,10 +10,11 @@ from statistics import median
 
 from diffmegatron.checkpoint.checkpoint_manifest import read_checkpoint_manifest
 from diffmegatron.checkpoint.checkpoint_store import CheckpointStore
+from diffmegatron.files import shorten
 from diffmegatron.measurements.cache import read_measurements
 from diffmegatron.training.monitoring.metrics import Entry, read_metrics
 
-DONE = "done"
+DONE, FAILED = "done", "failed"
 # Number of failed tests that the page names; the file of outcomes names all.
 NAMED = 3
 # Metrics of a step that must be equal to the bit after a stop and resume.
@@ -48,6 +49,11 @@ class Result:
     is_right: bool | None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a process of the step ended with another status than it should."""
+        return self.status.startswith(FAILED)
+
+    @property
     def decision(self) -> str:
         """``wrong`` or ``right`` if the files of the step show that, otherwise its status."""
         if self.is_right is False:
@@ -60,12 +66,13 @@ def write_page(
 ) -> None:
     """Write the page of the steps that have ended; ``not_ended`` names the others."""
     wrong = [each.step for each in results if each.decision == "wrong"]
-    unfinished = [each.step for each in results if each.status != DONE]
+    failed = [each.step for each in results if each.has_failed]
+    unfinished = [each.step for each in results if each.status != DONE and not each.has_failed]
     versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "gpu")
     lines = [
         f"# GPU report: {machine['gpu']}",
         "",
-        f"**Wrong: {', '.join(wrong) or 'nothing'}.** "
+        f"**Wrong: {', '.join(wrong) or 'nothing'}. Failed: {', '.join(failed) or 'nothing'}.** "
         f"Unfinished: {', '.join([*unfinished, *not_ended]) or 'nothing'}.",
         "",
         f"{versions}.",
@@ -81,11 +88,13 @@ def write_page(
 
 
 def summarize(step: str, folder: Path) -> Finding:
-    """Return the finding of a step; if its files are missing or cut off, refer to its log."""
+    """Return the finding of a step; if its files are missing or cut off, the end of its log."""
     try:
         return _SUMMARIES[step.partition("_")[0]](folder, step)
     except (OSError, ValueError, LookupError):
-        return Finding(f"{step}.log has the reason")
+        lines = (folder / f"{step}.log").read_text(errors="replace").split("\n")
+        last = next(filter(str.strip, reversed(lines)), "")
+        return Finding(f"{step}.log ends with: {shorten(last.strip()).replace('|', '/')}")
 
 
 def _doctor(*_: object) -> Finding:
