@@ -63,7 +63,8 @@ def quickstart(attention_kinds: Sequence[str], overrides: Sequence[str]) -> None
         _run(seconds, f"train {name}", *torchrun(), "train", str(CONFIG), *chosen)
     for name in names:
         _run(seconds, f"export {name}", *CLI, "export", f"{RUNS}/{name}", f"{RUNS}/{name}/hf")
-    write_report(names, seconds)
+    report = write_report(names, seconds)
+    print("\n".join(closing_lines(report["models"].values())))
     print(f"wrote {RUNS}/report.json and {RUNS}/report.png")
 
 
@@ -155,8 +156,8 @@ def announce(phase: str) -> float:
     return time.perf_counter()
 
 
-def write_report(names: Iterable[str], seconds: dict[str, float]) -> None:
-    """Measure exported runs, and write ``report.json`` and ``report.png``.
+def write_report(names: Iterable[str], seconds: dict[str, float]) -> dict[str, Any]:
+    """Measure exported runs, write ``report.json`` and ``report.png``, and return the report.
 
     ``seconds`` has the duration of each earlier phase in seconds.
     """
@@ -179,6 +180,19 @@ def write_report(names: Iterable[str], seconds: dict[str, float]) -> None:
         "seconds": seconds | {"report": round(time.perf_counter() - started, 1)},
     }
     (RUNS / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def closing_lines(models: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the lines that end the command: losses, exports and texts of the report's models."""
+    lines = [
+        f"{model['title']}: held-out loss {model['loss_first']:.2f} to {model['loss_last']:.2f} "
+        f"nats per token in {model['tokens']:,} tokens; the export's logits differ by "
+        f"{model['logit_difference']['relative']:.0e} (relative); its text goes on:\n"
+        f"  {model['continuation']['text'].splitlines()[:1]}"
+        for model in models
+    ]
+    return [*lines, "Models of this size show that the software works, not which kind is better."]
 
 
 def _describe(run_dir: Path, recorded: RecordedRun) -> dict[str, Any]:
