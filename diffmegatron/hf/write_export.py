@@ -225,12 +225,10 @@ def loading_code(directory: Path, name: str) -> str:
     """Return lines of Python that load the export in a directory, by its name ``name``."""
     path = repr(name)
     code = ", trust_remote_code=True" if has_own_code(directory) else ""
-    # Without False, AutoTokenizer asks whether to run the model's code, which it does not need.
-    no_code = ", trust_remote_code=False" if code else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f"model = AutoModelForCausalLM.from_pretrained({path}{code})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({path}{no_code})"
+        f"tokenizer = AutoTokenizer.from_pretrained({path}{code})"
     )
 
 
