@@ -188,8 +188,8 @@ def closing_lines(models: Iterable[dict[str, Any]]) -> list[str]:
     lines = [
         f"{model['title']}: held-out loss {model['loss_first']:.2f} to {model['loss_last']:.2f} "
         f"nats per token in {model['tokens']:,} tokens; the export's logits differ by "
-        f"{model['logit_difference']['relative']:.0e} (relative); its text goes on:\n"
-        f"  {model['continuation']['text'].splitlines()[:1]}"
+        f"{model['logit_difference']['relative']:.0e} (relative); a text of it begins with "
+        f"{model['continuation']['text'][:60]!r}"
         for model in models
     ]
     return [*lines, "Models of this size show that the software works, not which kind is better."]
