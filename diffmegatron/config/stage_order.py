@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffmegatron.attention.kinds import LayerKinds
-from diffmegatron.attention.kinds.layer_kinds import without_windows
+from diffmegatron.attention.kinds.layer_kinds import in_layer_order, without_windows
 from diffmegatron.config.model_config import ModelConfig
 from diffmegatron.config.schema import Recipe
 from diffmegatron.errors import UserError
@@ -142,8 +142,8 @@ def check_can_start_from(before: Recipe, before_name: str, now: Recipe, now_name
     foundation = attention.foundation
     if foundation is not None and foundation.kind.kind == before.model.attention.kind:
         attention = LayerKinds(kinds=(foundation.kind,))
-    earlier = without_windows(before.model.attention).in_layer_order(before.model.num_layers)
-    attention = without_windows(attention).in_layer_order(now.model.num_layers)
+    earlier = in_layer_order(without_windows(before.model.attention), before.model.num_layers)
+    attention = in_layer_order(without_windows(attention), now.model.num_layers)
     was, is_now = (
         model_keys(recipe.model, of) | {"data.tokenizer": recipe.data.tokenizer}
         for recipe, of in ((before, earlier), (now, attention))

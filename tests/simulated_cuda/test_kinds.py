@@ -156,7 +156,6 @@ CASES = {
         8,
         (
             *SMALL,
-            *MUP,
             "optimizer.kind=muon",
             "optimizer.muon.per_head=true",
             "parallel.tensor=2",

@@ -127,28 +127,6 @@ class LayerKinds(Section):
             (kind, rest if text is None else _ranges(text)) for kind, text in self._entries
         )
 
-    def in_layer_order(self, num_layers: int) -> Self:
-        """Return the kinds in the order of their first layers, each with all of its layers.
-
-        Patterns that give every layer the same kind become equal.
-        """
-        found: list[tuple[AttentionKind, list[range]]] = []
-        for kind, ranges in self.by_kind(num_layers):
-            same = next((each for other, each in found if other == kind), None)
-            if same is None:
-                found.append((kind, [*ranges]))
-            else:
-                same += ranges
-        if len(found) == 1:
-            return self.model_copy(update={"kinds": (found[0][0],), "layers": (None,)})
-        found.sort(key=lambda entry: min(each.start for each in entry[1]))
-        return self.model_copy(
-            update={
-                "kinds": tuple(kind for kind, _ in found),
-                "layers": tuple(_as_text(ranges) for _, ranges in found),
-            }
-        )
-
     def of_layer(self, layer: int) -> AttentionKind:
         """Return the kind of a layer; layers are numbered from 0."""
         named = (k for k, text in self._entries if text and any(layer in r for r in _ranges(text)))
@@ -295,6 +273,29 @@ def _layers_as_text(given: object) -> str | None:
             "'5-8' or '1, 5-8'"
         )
     return text
+
+
+def in_layer_order(kinds: LayerKinds, num_layers: int) -> LayerKinds:
+    """Return the kinds in the order of their first layers, each with all of its layers.
+
+    Patterns that give every layer the same kind become equal.
+    """
+    found: list[tuple[AttentionKind, list[range]]] = []
+    for kind, ranges in kinds.by_kind(num_layers):
+        same = next((each for other, each in found if other == kind), None)
+        if same is None:
+            found.append((kind, [*ranges]))
+        else:
+            same += ranges
+    if len(found) == 1:
+        return kinds.model_copy(update={"kinds": (found[0][0],), "layers": (None,)})
+    found.sort(key=lambda entry: min(each.start for each in entry[1]))
+    return kinds.model_copy(
+        update={
+            "kinds": tuple(kind for kind, _ in found),
+            "layers": tuple(_as_text(ranges) for _, ranges in found),
+        }
+    )
 
 
 def _ranges(text: str) -> tuple[range, ...]:
