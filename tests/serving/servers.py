@@ -70,7 +70,7 @@ def answering(
         port: port at which the server answers.
         cwd: folder in which the command runs.
         home: folder of caches and of the file ``log``.
-        variables: environment variables that the command has besides those of this process.
+        variables: environment variables to add to this process's for the command.
     """
     log = home / "log"
     serving_variables = environment(home) | {

@@ -50,7 +50,7 @@ class Result:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process of the step ended with another status than it should."""
+        """True if a process of the step ended with a wrong exit status."""
         return self.status.startswith(FAILED)
 
     @property

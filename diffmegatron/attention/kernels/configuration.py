@@ -34,8 +34,8 @@ class Configuration(NamedTuple):
         one_pass: whether the backward kernel of dK and dV also computes dQ. With
             `torch.use_deterministic_algorithms` it never does, because the order of its sums
             changes from run to run.
-        forward, dkdv, dq: M, N, warps and stages of a kernel's `BlockSizes`. With `one_pass` there
-            is no kernel dq.
+        forward, dkdv, dq: M, N, warps and stages of a kernel's `BlockSizes`. `one_pass` runs no
+            kernel dq.
     """
 
     one_pass: bool | None = None

@@ -116,7 +116,7 @@ class NetworkExport:
     def check(self, *, from_scratch: bool = False) -> None:
         """Raise the UserError that an export of the network would raise before it starts.
 
-        ``from_scratch`` is whether the run starts from no weights, so from no pretrained model.
+        Give ``from_scratch`` if the run starts from no weights, so from no pretrained model.
         """
         if self.hugging_face().model_type == "qwen2" and from_scratch:
             raise UserError(ONLY_IMPORTED)
@@ -148,8 +148,8 @@ def export_problem(
 ) -> str | None:
     """Return the sentence with which an export of the network will be refused, or None.
 
-    ``from_scratch`` is whether the run starts from no weights. If it starts from some, they are
-    assumed to be those of a pretrained model where only its export exists.
+    Give ``from_scratch`` if the run starts from no weights. Otherwise this function assumes that a
+    run whose class only a pretrained model has started from such a model.
     """
     try:
         NetworkExport(attention, hidden_size, num_layers).check(from_scratch=from_scratch)
