@@ -29,7 +29,10 @@ def plan(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="GPU to estimate for, such as A100, H100 or H200, or its measurements (.json)",
+            help=(
+                "GPU to estimate for: A100, H100, H100 PCIe, H100 NVL, H200 or B200, or the "
+                "measurements of tune (.json)"
+            ),
         ),
     ] = "H100",
     search: Annotated[
@@ -88,6 +91,10 @@ def tune(
 
     Training with attention_backend auto then takes the fastest backend that is right here. Use the
     same launcher as for training to time collectives too.
+
+    The table of an attention shape has a row for each backend: whether its result is right, its
+    largest error divided by the allowed one, the median and half the spread of the times of the
+    forward and backward pass, and its time divided by the fastest right backend's.
 
     Example: diffmegatron tune configs/quickstart.yaml
     """

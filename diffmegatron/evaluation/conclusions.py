@@ -20,6 +20,7 @@ else:
 # mean with a probability below 90% (Student's t distribution).
 FEW_ITEMS = 10
 Finding = Literal["better", "worse", "undecided"]
+ARROWS: dict[Direction, str] = {"higher": "↑", "lower": "↓"}
 _COLORS: dict[Finding, str] = {
     "better": "tab:green",
     "worse": "tab:red",
@@ -92,6 +93,7 @@ def _finding(difference: Mapping[str, Any], direction: Direction) -> Finding:
 def draw_conclusions(figure: Figure, found: list[Conclusion], first: str) -> bool:
     """Draw each paired difference in percent of the first target's value; better is to the right.
 
+    The label of a row has the difference with its own sign, as the table of the report has it.
     Return False, and draw nothing, if no difference has an interval and a first value other than 0.
     """
     shown = [each for each in found if each.first and each.difference["low"] is not None]
@@ -107,9 +109,13 @@ def draw_conclusions(figure: Figure, found: list[Conclusion], first: str) -> boo
         axes.plot(ends, [row, row], color=color, linewidth=2)
         axes.plot(value, row, "o", color=color)
     axes.axvline(0, color="black", linewidth=1)
-    names = [f"{each.suite}: {each.target}" for each in reversed(shown)]
+    names = [
+        f"{each.suite}: {each.target}\n{each.measure} {ARROWS[each.direction]} "
+        f"{each.difference['value']:+.3g}"
+        for each in reversed(shown)
+    ]
     axes.set_yticks(range(len(shown)), names)
     axes.set_ylim(-0.7, len(shown) - 0.3)
-    axes.set_xlabel(f"% of {first}'s value, right: better")
+    axes.set_xlabel(f"worse \N{LEFTWARDS ARROW}   % of {first}'s value   \N{RIGHTWARDS ARROW} better")
     axes.grid(axis="x", alpha=0.3)
     return True

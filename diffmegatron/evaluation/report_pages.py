@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffmegatron.evaluation.conclusions import FEW_ITEMS, conclusions
+from diffmegatron.evaluation.conclusions import ARROWS, FEW_ITEMS, conclusions
 
 # Header and rows of a table.
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -32,7 +32,6 @@ _NOTE = (
     "have the same score, the interval has no width, although the true value can differ. The "
     "paper's numbers are of other models, texts and lengths."
 )
-_ARROWS = {"higher": "↑", "lower": "↓"}
 _NOTE_ON_FEW = (
     f"A measure with * has fewer than {FEW_ITEMS} items of a target, so its interval is too "
     "narrow; measure more items."
@@ -159,7 +158,7 @@ def _conclusions(outcome: Mapping[str, Any]) -> Table:
     rows = []
     for each in conclusions(outcome):
         shown = _estimate(each.difference, _decimals([each.difference]), "+")
-        name = f"{each.measure} {_ARROWS[each.direction]}"
+        name = f"{each.measure} {ARROWS[each.direction]}"
         rows.append((each.suite, each.target, each.finding, shown, name))
     return ("suite", "target", "conclusion", f"difference to {first}", "measure"), rows
 
@@ -194,7 +193,7 @@ def _measures(suite: Mapping[str, Any], targets: Sequence[str]) -> Table:
 
 def _name(suite: Mapping[str, Any], measure: str) -> str:
     better = suite["better"].get(measure)
-    return f"{measure} {_ARROWS[better]}" if better else measure
+    return f"{measure} {ARROWS[better]}" if better else measure
 
 
 def _is_of_few(measure: Mapping[str, Any]) -> bool:
@@ -286,7 +285,7 @@ def _folded_html_tables(table: Table) -> list[str]:
     header, rows = table
     if len(rows) <= _MOST_ROWS:
         return [_html_table(table)]
-    directed = [row for row in rows if row[0].rstrip("*").endswith(tuple(_ARROWS.values()))]
+    directed = [row for row in rows if row[0].rstrip("*").endswith(tuple(ARROWS.values()))]
     shown = directed[:_MOST_ROWS] or rows[:_MOST_ROWS]
     others = [row for row in rows if row not in shown]
     summary = f"<summary>{len(others)} more rows</summary>"

@@ -28,6 +28,7 @@ from diffmegatron.evaluation.result_file import Measured
 from diffmegatron.evaluation.suite import Estimate, Mean, Record, Suite
 from diffmegatron.evaluation.targets import Target, have_one_tokenizer
 from diffmegatron.files import explain_os_errors, format_path, write_durably, write_picture
+from diffmegatron.hf.pretrained_files import PretrainedTensors
 from diffmegatron.model.accounting.parameters import count_parameters
 
 REPORT = "report.html"
@@ -69,7 +70,7 @@ def write_results(
                 write_picture(path, figure)
                 pictures[suite.name] = path.read_bytes()
         compared = conclusions(outcome)
-        figure = Figure(figsize=(7.5, 1.2 + 0.35 * len(compared)), layout="constrained")
+        figure = Figure(figsize=(7.5, 1.2 + 0.5 * len(compared)), layout="constrained")
         FigureCanvasAgg(figure)
         if draw_conclusions(figure, compared, targets[0].name):
             write_picture(out / f"{CONCLUSION}.png", figure)
@@ -107,6 +108,9 @@ def _described(target: Target, computing: Computing | None) -> dict[str, Any]:
             "tokens": _trained_tokens(target.checkpoint, recipe, step),
             "seed": recipe.training.seed,
         }
+    else:
+        tensors = PretrainedTensors(target.folder).tensors.values()
+        described["parameters"] = sum(math.prod(tensor.shape) for tensor in tensors)
     if computing is None:
         return described
     return described | {

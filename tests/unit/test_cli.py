@@ -13,6 +13,7 @@ from diffmegatron import __version__
 from diffmegatron.attention.kinds.selected_heads import SHARE
 from diffmegatron.cli import main
 from diffmegatron.commands.dex import select
+from diffmegatron.model.accounting.hardware import ACCELERATORS
 from diffmegatron.optim.zero import import_deepspeed
 from tests.conftest import TINY
 
@@ -103,7 +104,7 @@ def test_dex_select_has_the_default_share_of_the_kind():
         ("prepare", ["--output", "--tokenizer", "--text-field", "--workers"]),
         ("train", ["CONFIG", "KEY=VALUE"]),
         ("export", ["CHECKPOINT", "OUT", "--no-verify"]),
-        ("plan", ["CONFIG", "--json"]),
+        ("plan", ["CONFIG", "--json", *(word for gpu in ACCELERATORS for word in gpu.split())]),
     ],
 )
 def test_help_of_a_command_names_its_arguments(command, words):

@@ -93,6 +93,8 @@ def test_a_checkpoint_is_exported_once_and_scores_as_its_model(folder, tmp_path,
     import_model(folder / "plain", folder / "run", verify=False)
     found = measure("plain", "run")["measures"]["nats per token"]
     assert found["differences"]["run"]["value"] == pytest.approx(0, abs=1e-6)
+    targets = json.loads((tmp_path / "out/results.json").read_text())["targets"]
+    assert targets["plain"]["parameters"] == targets["run"]["parameters"] > 0
     (export,) = (tmp_path / "out/exports").iterdir()
     before = (export / "config.json").stat().st_mtime_ns
     again = measure("plain", "run")["measures"]["nats per token"]

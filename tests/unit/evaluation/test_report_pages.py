@@ -3,7 +3,9 @@
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
+from diffmegatron.evaluation.conclusions import conclusions, draw_conclusions
 from diffmegatron.evaluation.report_pages import to_html, to_markdown
 from diffmegatron.evaluation.suite import Suite
 from diffmegatron.evaluation.suites import SUITES
@@ -117,6 +119,20 @@ def test_the_conclusion_is_that_of_the_paired_interval(better, ends, items, find
     assert "several seeds" in conclusion
     page = to_html(found, {})
     assert page.index(f"<td>{finding}</td>") < page.index("Last measured")
+
+
+@pytest.mark.parametrize(("better", "arrow", "place"), [("lower", "↓", 10), ("higher", "↑", -10)])
+def test_the_picture_has_better_values_to_the_right_and_differences_as_the_table(
+    better, arrow, place
+):
+    found = outcome({"loss": {}}, better={"loss": better})
+    found["suites"]["loss"]["measures"]["loss"] = compared(-0.3, -0.1)
+    figure = Figure()
+    assert draw_conclusions(figure, conclusions(found), "a")
+    (axes,) = figure.axes
+    (label,) = axes.get_yticklabels()
+    assert label.get_text() == f"Loss: b\nloss {arrow} -0.2"
+    assert axes.lines[1].get_xdata()[0] == pytest.approx(place)  # -0.2 is 10% of 2.0
 
 
 def test_without_a_comparison_there_is_no_conclusion():
