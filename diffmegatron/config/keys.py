@@ -32,7 +32,7 @@ _EXPLANATIONS = {
     "model.attention.selected_heads": "variants.md#dex-extending-a-pretrained-model",
     "model.vocab_size": "data.md#your-own-tokenizer",
     "model.vocab_padding": "pretrained.md#tensor-parallelism",
-    "model.rope_scaling": "recipes.md#longer-sequences",
+    "model.rope_scaling": "recipes.md#a-long-context-stage",
     "model.initialization.scheme": "recipes.md#initial-weights",
     "model.initialization.base_hidden_size": "recipes.md#widths-mup",
     "model.lora": "recipes.md#fine-tuning-a-part",
