@@ -217,10 +217,13 @@ def _state(
     ago = f"last heartbeat {_duration(now - heard)} ago"
     if now - heard > patience:
         return f"{name} has disappeared or hangs: {ago}", 1
-    if heartbeat is not None:
-        return f"{name} runs: {ago}", 0
-    checked = ", after its preflight checks" if is_checked else ""
-    return f"{name} starts{checked}: {ago}", 0
+    if heartbeat is None:
+        doing = "builds or loads the network" if is_checked else "starts"
+    elif heartbeat.step == heartbeat.first_step:
+        doing = f"runs the first step after step {heartbeat.step}, which can compile kernels"
+    else:
+        doing = "runs"
+    return f"{name} {doing}: {ago}", 0
 
 
 def _seconds_left(entries: Sequence[Entry], step: int | None, steps: int | None) -> float | None:

@@ -96,13 +96,21 @@ def test_an_attempt_without_recent_heartbeats_is_reported_as_hanging(attempt, le
         found = examine_run(ledger.run_dir)
         said.append((found.exit_status, found.state))
     record = RankRecord(ledger.folder(1))
-    record.set_step(5, str(ledger.run_dir))
-    for passed[0] in (3601.0 + 599.0, 3601.0 + 601.0):
-        found = examine_run(ledger.run_dir)
-        said.append((found.exit_status, found.state))
+    for step, began in ((5, 3601.0), (6, 5000.0)):
+        passed[0] = began
+        record.set_step(step, str(ledger.run_dir))
+        for passed[0] in (began + 599.0, began + 601.0):
+            found = examine_run(ledger.run_dir)
+            said.append((found.exit_status, found.state))
     assert said == [
         (0, "attempt 1 starts: last heartbeat 0:59:59 ago"),
         (1, "attempt 1 has disappeared or hangs: last heartbeat 1:00:01 ago"),
+        (
+            0,
+            "attempt 1 runs the first step after step 5, which can compile kernels: "
+            "last heartbeat 0:09:59 ago",
+        ),
+        (1, "attempt 1 has disappeared or hangs: last heartbeat 0:10:01 ago"),
         (0, "attempt 1 runs: last heartbeat 0:09:59 ago"),
         (1, "attempt 1 has disappeared or hangs: last heartbeat 0:10:01 ago"),
     ]
@@ -115,7 +123,7 @@ def test_a_starting_attempt_is_past_its_preflight_checks_if_their_report_exists(
     assert examine_run(ledger.run_dir).state.startswith("attempt 1 starts: ")
     (ledger.folder(1) / "preflight.json").write_text("[]")
     state = examine_run(ledger.run_dir).state
-    assert state.startswith("attempt 1 starts, after its preflight checks: ")
+    assert state.startswith("attempt 1 builds or loads the network: ")
 
 
 @pytest.mark.parametrize(
