@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests import forks
 from tests.paths import ROOT
@@ -69,7 +70,12 @@ def test_every_step_of_a_rehearsal_succeeds(rehearsed):
     assert rows["tune"]["is_right"] and "differential " in rows["tune"]["sentence"]
     assert "softmax" in rows["export"]["sentence"] and "tokens/s" in rows["export"]["sentence"]
     page = (rehearsed / "gpu_report.md").read_text()
-    assert "**Wrong: nothing. Failed: nothing.** Unfinished: nothing." in page
+    assert page.startswith("# Rehearsal of a GPU report: ") and "open an issue" not in page
+    has_gpu = torch.cuda.is_available()
+    assert rows["kernels"]["is_tested"] == rows["memory"]["is_tested"] == has_gpu
+    not_tested = "nothing" if has_gpu else "kernels, memory"
+    judged = f"**Wrong: nothing. Failed: nothing. Not tested: {not_tested}.** Unfinished: nothing."
+    assert judged in page
 
 
 def test_a_killed_report_leaves_the_ended_steps_and_no_process(tmp_path):
@@ -111,7 +117,23 @@ def test_a_failed_step_is_named_with_the_last_line_of_its_log(tmp_path, monkeypa
     (row,) = json.loads((tmp_path / "results.json").read_text())["steps"]
     assert row["sentence"].startswith("tune.log ends with: ")
     assert row["sentence"].endswith("No module named no_module")
-    assert "**Wrong: nothing. Failed: tune.** Unfinished: n" in (tmp_path / PAGE).read_text()
+    page = (tmp_path / PAGE).read_text()
+    assert page.startswith("# GPU report: ") and "open an issue" in page
+    assert "**Wrong: nothing. Failed: tune. Not tested: nothing.** Unfinished: n" in page
+
+
+def test_a_report_whose_tests_are_all_skipped_fails_except_in_a_rehearsal(tmp_path, monkeypatch):
+    (tmp_path / "kernels.json").write_text('{"collected": 3}\n')
+    finding = summarize("kernels", tmp_path)
+    assert finding == Finding("0 of 3 tests passed, 0 failed, 0 were skipped", None, False)
+    skipped = Result("kernels", "done", 1, **vars(finding))
+    assert skipped.decision == "not tested"
+    monkeypatch.setattr(gpu_report, "STEPS", STEPS[1:2])
+    monkeypatch.setattr(gpu_report, "run_step", lambda *_: skipped)
+    out = f"--out={tmp_path / 'report'}"
+    with pytest.raises(SystemExit, match="1"):
+        main(["gpu_report", out])
+    assert main(["gpu_report", "--rehearse", out]) == 0
 
 
 def test_a_report_without_pytest_is_refused(tmp_path, monkeypatch, capsys):
@@ -239,7 +261,7 @@ def test_the_steps_run_on_a_simulated_gpu(simulated):
     for result in results:
         if isinstance(result, SimulationError):
             raise result
-    rows = [Result(name, "done", 1, summarize(name, folder).sentence, None) for name in TRAINING]
+    rows = [Result(name, "done", 1, summarize(name, folder).sentence) for name in TRAINING]
     assert all("MFU" in row.sentence and "peak" in row.sentence for row in rows)
     assert "grouped" in summarize("layer", folder).sentence
     assert "simulated" in json.loads((folder / "layer.json").read_text())["machine"]["device"]

@@ -31,7 +31,14 @@ from diffmegatron.errors import UserError
 from diffmegatron.files import format_path
 from diffmegatron.measurements.machine import cpu_name
 from diffmegatron.operations.installed_code import git_commit, library_versions
-from tools.benchmarks.gpu_report_page import DONE, FAILED, Result, summarize, write_page
+from tools.benchmarks.gpu_report_page import (
+    DONE,
+    FAILED,
+    NOT_TESTED,
+    Result,
+    summarize,
+    write_page,
+)
 from tools.benchmarks.json_report import write_json_report
 from tools.paths import ROOT
 
@@ -84,7 +91,9 @@ class Step:
     stopped: int | None = None
 
 
-TESTS = "pytest --tb=short --timeout=150 -p no:cacheprovider -p tools.benchmarks.pytest_outcomes "
+TESTS = (
+    "pytest -rs --tb=short --timeout=150 -p no:cacheprovider -p tools.benchmarks.pytest_outcomes "
+)
 TRAIN = "train {recipe} {sources} run_dir={work}/"
 EXACT = (
     " training.deterministic=true training.eval_batches=0 model.num_layers=2 model.vocab_size=1024"
@@ -152,7 +161,11 @@ REHEARSAL = {
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run all steps, and write the report after each; exit with 1 if a step failed or is wrong."""
+    """Run all steps, and write the report after each.
+
+    Exit with 1 if a step failed or is wrong, or, except in a rehearsal, if all its tests were
+    skipped.
+    """
     if find_spec("pytest") is None:
         raise UserError("gpu_report runs tests, and pytest is not installed; run 'make install'")
     folder = arguments.out.absolute()
@@ -169,9 +182,10 @@ def main(arguments: argparse.Namespace) -> None:
         commands = fill_in(step, folder, REHEARSAL if arguments.rehearse else SIZES)
         results.append(run_step(step, commands, folder, limit))
         print(f"  {results[-1].decision}: {results[-1].sentence}", flush=True)
-        write_report(folder, machine, results)
+        write_report(folder, machine, results, is_rehearsal=arguments.rehearse)
     print(f"wrote {folder / PAGE}")
-    if any(result.has_failed or result.decision == "wrong" for result in results):
+    bad = {"wrong"} if arguments.rehearse else {"wrong", NOT_TESTED}
+    if any(result.has_failed or result.decision in bad for result in results):
         sys.exit(1)
 
 
@@ -211,7 +225,7 @@ def run_step(step: Step, commands: Sequence[Sequence[str]], folder: Path, second
     """Run the commands of a step within so many seconds, and summarize its files."""
     name = step.name
     if seconds < LEAST:
-        return Result(name, "not started", 0, "no time was left", None)
+        return Result(name, "not started", 0, "no time was left")
     started, status = time.monotonic(), DONE
     with (folder / f"{name}.log").open("ab", buffering=0) as log:
         for number, command in enumerate(commands):
@@ -228,7 +242,7 @@ def run_step(step: Step, commands: Sequence[Sequence[str]], folder: Path, second
                 break
     finding = summarize(name, folder)
     took = round(time.monotonic() - started)
-    return Result(name, status, took, finding.sentence, finding.is_right)
+    return Result(name, status, took, **vars(finding))
 
 
 def run_process(command: Sequence[str], log: int, seconds: float, folder: Path) -> int:
@@ -292,7 +306,9 @@ def describe_machine() -> dict[str, str]:
     return about | library_versions() | {"commit": git_commit() or "unknown"}
 
 
-def write_report(folder: Path, machine: Mapping[str, str], results: Sequence[Result]) -> None:
+def write_report(
+    folder: Path, machine: Mapping[str, str], results: Sequence[Result], *, is_rehearsal: bool
+) -> None:
     """Write page, results and archive; each of these files is complete, or it is the earlier."""
 
     def archive(path: Path) -> None:
@@ -304,7 +320,10 @@ def write_report(folder: Path, machine: Mapping[str, str], results: Sequence[Res
     report = {"machine": dict(machine), "steps": [vars(result) for result in results]}
     not_ended = [step.name for step in STEPS[len(results) :]]
     replace(folder / "results.json", lambda path: write_json_report(path, report))
-    replace(folder / PAGE, lambda path: write_page(path, machine, results, not_ended))
+    replace(
+        folder / PAGE,
+        lambda path: write_page(path, machine, results, not_ended, is_rehearsal=is_rehearsal),
+    )
     replace(folder / "gpu_report.tar.gz", archive)
 
 

@@ -14,7 +14,7 @@ from diffmegatron.files import shorten
 from diffmegatron.measurements.cache import read_measurements
 from diffmegatron.training.monitoring.metrics import Entry, read_metrics
 
-DONE, FAILED = "done", "failed"
+DONE, FAILED, NOT_TESTED = "done", "failed", "not tested"
 # Number of failed tests that the page names; the file of outcomes names all.
 NAMED = 3
 # Metrics of a step that must be equal to the bit after a stop and resume.
@@ -28,14 +28,19 @@ _SEND = (
     "no weights and no text. The logs name folders of this machine and its user; "
     "`tar tzf gpu_report.tar.gz` lists the files."
 )
+_REHEARSAL = "Tiny sizes show that the steps run, and not whether a GPU computes correctly."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of a step: one sentence, and whether the result is right (None: not decided)."""
+    """Finding of a step: one sentence, and whether the result is right (None: not decided).
+
+    ``is_tested`` is false if the step consists of tests and all were skipped.
+    """
 
     sentence: str
     is_right: bool | None = None
+    is_tested: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Result:
     status: str
     seconds: int
     sentence: str
-    is_right: bool | None
+    is_right: bool | None = None
+    is_tested: bool = True
 
     @property
     def has_failed(self) -> bool:
@@ -55,24 +61,33 @@ class Result:
 
     @property
     def decision(self) -> str:
-        """``wrong`` or ``right`` if the files of the step show that, otherwise its status."""
+        """``wrong``, ``right`` or ``not tested`` by the files of the step, otherwise its status."""
         if self.is_right is False:
             return "wrong"
+        if not self.is_tested and self.status == DONE:
+            return NOT_TESTED
         return "right" if self.is_right and self.status == DONE else self.status
 
 
 def write_page(
-    path: Path, machine: Mapping[str, str], results: Sequence[Result], not_ended: Sequence[str]
+    path: Path,
+    machine: Mapping[str, str],
+    results: Sequence[Result],
+    not_ended: Sequence[str],
+    *,
+    is_rehearsal: bool,
 ) -> None:
     """Write the page of the steps that have ended; ``not_ended`` names the others."""
     wrong = [each.step for each in results if each.decision == "wrong"]
     failed = [each.step for each in results if each.has_failed]
+    skipped = [each.step for each in results if each.decision == NOT_TESTED]
     unfinished = [each.step for each in results if each.status != DONE and not each.has_failed]
     versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "gpu")
     lines = [
-        f"# GPU report: {machine['gpu']}",
+        f"# {'Rehearsal of a GPU report' if is_rehearsal else 'GPU report'}: {machine['gpu']}",
         "",
-        f"**Wrong: {', '.join(wrong) or 'nothing'}. Failed: {', '.join(failed) or 'nothing'}.** "
+        f"**Wrong: {', '.join(wrong) or 'nothing'}. Failed: {', '.join(failed) or 'nothing'}. "
+        f"Not tested: {', '.join(skipped) or 'nothing'}.** "
         f"Unfinished: {', '.join([*unfinished, *not_ended]) or 'nothing'}.",
         "",
         f"{versions}.",
@@ -81,7 +96,7 @@ def write_page(
         "|---|---|---|---|",
         *(f"| {r.step} | {r.decision} | {r.seconds} s | {r.sentence} |" for r in results),
         "",
-        _SEND,
+        _REHEARSAL if is_rehearsal else _SEND,
         "",
     ]
     path.write_text("\n".join(lines))
@@ -116,7 +131,8 @@ def _tests(folder: Path, step: str) -> Finding:
         sentence += f"; plan's bytes - the allocator's: {min(errors):+.1%} to {max(errors):+.1%}"
     if failed:
         sentence += f": {', '.join(failed[:NAMED])}{', ...' if len(failed) > NAMED else ''}"
-    return Finding(sentence, not failed if failed or counts["passed"] else None)
+    is_tested = bool(failed or counts["passed"])
+    return Finding(sentence, not failed if is_tested else None, is_tested)
 
 
 def _tune(folder: Path, _: str) -> Finding:
