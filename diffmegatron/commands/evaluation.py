@@ -1,5 +1,6 @@
 """``evaluate`` runs suites on models, ``generate`` prints texts, ``compare`` compares runs."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +40,12 @@ def evaluate(
 
     launch = read_launch()
     from diffmegatron.evaluation.evaluate import evaluate as run
+    from diffmegatron.evaluation.report_pages import conclusion_lines
 
     report = run(targets, suite.split(","), out, settings, set_ or [])
     if launch.rank == 0:
-        print(f"wrote {report}")
+        outcome = json.loads((out / "results.json").read_text())
+        print("\n".join([*conclusion_lines(outcome), f"wrote {report}"]))
 
 
 @with_options(GenerateSettings)

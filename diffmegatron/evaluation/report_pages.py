@@ -37,9 +37,10 @@ _NOTE_ON_FEW = (
     "narrow; measure more items."
 )
 _NOTE_ON_CONCLUSIONS = (
-    "Better and worse: the 95% interval of the paired difference lies on one side of 0. Each "
-    "target is one trained model, and the interval covers only the choice of items. So the "
-    "conclusion is about these models. A statement about kinds of attention needs several seeds."
+    "Better and worse: the 95% interval of the paired difference lies on one side of 0, and is of "
+    f"at least {FEW_ITEMS} items. Each target is one trained model, and the interval covers only "
+    "the choice of items. So the conclusion is about these models. A statement about kinds of "
+    "attention needs several seeds."
 )
 _MOST_DECIMALS = 6
 # Number of rows of an HTML table that are not folded.
@@ -112,7 +113,7 @@ def _items(suite: Mapping[str, Any]) -> list[str]:
     if not counts:
         return []
     more = f" to {max(counts):,}, by row and target" if len(counts) > 1 else ""
-    return [f"Items: {min(counts):,}{more}."]
+    return [f"Independent items: {min(counts):,}{more}."]
 
 
 def _introduction(outcome: Mapping[str, Any]) -> list[str]:
@@ -159,8 +160,19 @@ def _conclusions(outcome: Mapping[str, Any]) -> Table:
     for each in conclusions(outcome):
         shown = _estimate(each.difference, _decimals([each.difference]), "+")
         name = f"{each.measure} {ARROWS[each.direction]}"
-        rows.append((each.suite, each.target, each.finding, shown, name))
+        few = each.difference["low"] is not None and each.difference["items"] < FEW_ITEMS
+        finding = f"{each.finding} ({each.difference['items']} items)" if few else each.finding
+        rows.append((each.suite, each.target, finding, shown, name))
     return ("suite", "target", "conclusion", f"difference to {first}", "measure"), rows
+
+
+def conclusion_lines(outcome: Mapping[str, Any]) -> list[str]:
+    """Return a line for each row of the report's conclusion."""
+    first = next(iter(outcome["targets"]))
+    return [
+        f"{suite}: {target} is {finding} beside {first}: {shown} {measure}"
+        for suite, target, finding, shown, measure in _conclusions(outcome)[1]
+    ]
 
 
 def _tables(suite: Mapping[str, Any], targets: Sequence[str]) -> list[Table]:

@@ -336,8 +336,8 @@ class NeedleAttention(Suite):
     description = (
         "The share of the last token's attention that falls on a hidden number that is asked "
         "for (answer), and on the rest of the text around it (noise), as a mean over heads and "
-        "layers. The first token and the question have the remainder. Depth 0% is the beginning "
-        "of the text and 100% its end."
+        "layers. The first token and the question have the remainder. The first measure covers all "
+        "depths. Depth 0% is the beginning of the text and 100% its end."
     )
     published = tuple(
         Published(f"{part}, depth {depth:.0%}", differential, transformer, "3B, table 3")
@@ -390,9 +390,12 @@ class NeedleAttention(Suite):
 
     @override
     def means(self, record: Record) -> dict[str, Mean]:
+        shares = {part: float(np.mean(record[part])) for part in ("answer", "noise")}
         depth = f"depth {record['depth']:.0%}"
+        # Either share alone can change because the first token has more or less attention.
         return {
-            f"{part}, {depth}": Mean(float(np.mean(record[part]))) for part in ("answer", "noise")
+            "answer / (answer + noise)": Mean(shares["answer"], sum(shares.values())),
+            **{f"{part}, {depth}": Mean(share) for part, share in shares.items()},
         }
 
     @override

@@ -461,7 +461,10 @@ def test_needle_attention_is_that_of_the_whole_map(models, folder, small_blocks)
             assert record["answer"][number] == pytest.approx(answer.tolist(), rel=1e-4)
             assert record["noise"][number] == pytest.approx(noise.tolist(), rel=1e-4)
         shares = suite.means(record)
-        assert shares["answer, depth 25%"].total == pytest.approx(np.mean(record["answer"]))
+        answer, noise = np.mean(record["answer"]), np.mean(record["noise"])
+        assert shares["answer, depth 25%"].total == pytest.approx(answer)
+        total, weight, _ = shares["answer / (answer + noise)"]
+        assert total / weight == pytest.approx(answer / (answer + noise))
 
 
 def test_needle_attention_distinguishes_a_model_that_attends_to_numbers(folder, tmp_path):

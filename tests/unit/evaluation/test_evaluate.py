@@ -731,9 +731,12 @@ def test_the_suite_of_the_docs_works(folder, tmp_path, monkeypatch):
 def test_the_command_line_evaluates(folder, tmp_path, capsys):
     options = ["--data", f"held={folder / 'text.jsonl'}", "--out", str(tmp_path / "out")]
     settings = ["--set", "loss.context=32", "--set", "loss.documents=2"]
-    command = ["evaluate", str(folder / "plain"), "--suite", "loss", *options, *settings]
+    targets = [str(folder / "plain"), str(folder / "diff")]
+    command = ["evaluate", *targets, "--suite", "loss", *options, *settings]
     assert app(command, standalone_mode=False) is None
-    assert f"wrote {tmp_path / 'out/report.html'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'out/report.html'}" in said
+    assert re.search(r": diff is undecided \(2 items\) beside plain: [-+]\d\S+ \[.*↓\n", said)
     found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["loss"]
     assert found["settings"]["context"] == 32
     assert found["measures"]["nats per token"]["targets"]["plain"]["items"] == 2
