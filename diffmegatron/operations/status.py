@@ -296,7 +296,11 @@ def _properties(status: Status) -> list[tuple[str, str]]:
     lines = [
         *_stage_lines(status),
         ("step", progress),
-        ("left", "unknown" if left is None else f"{_duration(left)} of training"),
+        *(
+            []
+            if status.step is not None and status.step == status.steps
+            else [("left", "unknown" if left is None else f"{_duration(left)} of training")]
+        ),
         ("tokens/s", _value(values, "perf/tokens_per_second", ",.0f")),
         ("loss", _value(values, "train/loss", ".4f")),
         ("held-out loss", _value(values, "valid/loss", ".4f")),

@@ -68,6 +68,7 @@ def test_the_status_of_a_run_needs_no_launcher(tmp_path, tiny_recipe, capsys):
     )
     record_held_out_loss(run_dir, 20)
     assert (examine_run(run_dir).state, examine_run(run_dir).exit_status) == ("finished", 0)
+    assert "left " not in text(run_dir, capsys)
 
 
 def test_the_last_begun_stage_is_shown_without_a_launcher(tmp_path, tiny_recipe):
