@@ -89,7 +89,7 @@ def compare(
     of losses, throughput and lambda into OUT/compare.png, and the conclusion and final values into
     OUT/compare.md and OUT/compare.json.
 
-    Example: diffmegatron compare runs/diff_v1 runs/softmax --out runs/compared
+    Example: diffmegatron compare runs/softmax runs/diff_v1 --out runs/compared
     """
     from rich.console import Console
     from rich.table import Table

@@ -102,7 +102,10 @@ def _compared(other: list[RunResult], first: list[RunResult], loss: str) -> str:
     if found.interval is None:
         return f"{text} nats per token (↓), and one seed each does not compare the kinds."
     low, high = found.interval
-    return f"{text} [{low:+.4f}, {high:+.4f}] nats per token (↓) over {len(common)} seeds."
+    text += f" [{low:+.4f}, {high:+.4f}] nats per token (↓) over {len(common)} seeds"
+    return (
+        f"{text}; more seeds narrow the interval." if found.finding == "undecided" else f"{text}."
+    )
 
 
 def _described(runs: Iterable[RunResult]) -> str:

@@ -153,6 +153,8 @@ def test_networks_are_compared_by_runs_with_equal_seeds():
     (sentence,) = conclude([*plain, *ours])
     assert sentence.startswith("Diff (7 parameters, 100 tokens, seeds 3, 2, 1) is better beside")
     assert "valid/loss -0.4980 [-0.5005, -0.4955] nats per token (↓) over 3 seeds." in sentence
+    (sentence,) = conclude([*plain[:2], run("Diff", 1, 2.5), run("Diff", 2, 4.5)])
+    assert "is undecided" in sentence and sentence.endswith("; more seeds narrow the interval.")
     (sentence,) = conclude([plain[0], run("Diff", 5, 1.0)])
     assert sentence.endswith("undecided beside Transformer (7 parameters, 100 tokens, seed 1): "
                              "no seed is common to both.")  # fmt: skip
