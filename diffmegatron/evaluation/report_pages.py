@@ -160,8 +160,10 @@ def _conclusions(outcome: Mapping[str, Any]) -> Table:
     for each in conclusions(outcome):
         shown = _estimate(each.difference, _decimals([each.difference]), "+")
         name = f"{each.measure} {ARROWS[each.direction]}"
-        few = each.difference["low"] is not None and each.difference["items"] < FEW_ITEMS
-        finding = f"{each.finding} ({each.difference['items']} items)" if few else each.finding
+        finding: str = each.finding
+        items = each.difference["items"]
+        if each.difference["low"] is not None and items < FEW_ITEMS:
+            finding = f"{finding} ({items} items, fewer than {FEW_ITEMS})"
         rows.append((each.suite, each.target, finding, shown, name))
     return ("suite", "target", "conclusion", f"difference to {first}", "measure"), rows
 

@@ -736,7 +736,9 @@ def test_the_command_line_evaluates(folder, tmp_path, capsys):
     assert app(command, standalone_mode=False) is None
     said = capsys.readouterr().out
     assert f"wrote {tmp_path / 'out/report.html'}" in said
-    assert re.search(r": diff is undecided \(2 items\) beside plain: [-+]\d\S+ \[.*↓\n", said)
+    assert re.search(
+        r": diff is undecided \(2 items, fewer than 10\) beside plain: [-+]\d\S+ \[.*↓\n", said
+    )
     found = json.loads((tmp_path / "out/results.json").read_text())["suites"]["loss"]
     assert found["settings"]["context"] == 32
     assert found["measures"]["nats per token"]["targets"]["plain"]["items"] == 2

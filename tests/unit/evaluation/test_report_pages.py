@@ -103,7 +103,7 @@ def compared(low: float, high: float, *, items: int = 64) -> dict:
         ("higher", (0.1, 0.3), 64, "better"),
         ("lower", (-0.1, 0.3), 64, "undecided"),
         ("lower", (-0.3, 0.0), 64, "undecided"),
-        ("lower", (-0.3, -0.1), 9, "undecided (9 items)"),
+        ("lower", (-0.3, -0.1), 9, "undecided (9 items, fewer than 10)"),
     ],
 )
 def test_the_conclusion_is_that_of_the_paired_interval(better, ends, items, finding):
