@@ -116,8 +116,6 @@ def draw_conclusions(figure: Figure, found: list[Conclusion], first: str) -> boo
     ]
     axes.set_yticks(range(len(shown)), names)
     axes.set_ylim(-0.7, len(shown) - 0.3)
-    axes.set_xlabel(
-        f"worse \N{LEFTWARDS ARROW}   % of {first}'s value   \N{RIGHTWARDS ARROW} better"
-    )
+    axes.set_xlabel(f"worse ←   % of {first}'s value   → better")
     axes.grid(axis="x", alpha=0.3)
     return True

@@ -334,8 +334,8 @@ class NeedleAttention(Suite):
     reads_attention = True
     title = "Attention to the answer and to noise"
     description = (
-        "The share of the last token's attention that falls on a hidden number that is asked "
-        "for (answer), and on the rest of the text around it (noise), as a mean over heads and "
+        "The suite divides the last token's attention into a share on a hidden number that is "
+        "asked for (answer) and one on the rest of the text (noise), as means over heads and "
         "layers. The first token and the question have the remainder. The first measure covers all "
         "depths. Depth 0% is the beginning of the text and 100% its end."
     )
